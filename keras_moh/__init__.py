@@ -1,0 +1,26 @@
+"""Mixture-of-Head attention (arXiv 2410.11842) for Keras 3, on TensorFlow, JAX and PyTorch."""
+
+from keras_moh.errors import UnsupportedError
+from keras_moh.moh_attention import MoHAttention
+from keras_moh.routed_attention import routed_attention
+from keras_moh.routing import (
+    Router,
+    Routing,
+    TwoStageRouter,
+    load_balancing_loss,
+    router_z_loss,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MoHAttention",
+    "Router",
+    "Routing",
+    "TwoStageRouter",
+    "UnsupportedError",
+    "__version__",
+    "load_balancing_loss",
+    "routed_attention",
+    "router_z_loss",
+]

@@ -1,0 +1,86 @@
+"""The package's error type and the checks of arguments that several modules share.
+
+A bad argument is refused at the earliest moment, in one line that names the argument, what is
+valid, and what was received. Every check returns the value in its canonical form, so that a
+constructor reads as a list of ``self.x = check("x", x)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+
+class UnsupportedError(ValueError):
+    """An implementation of `routed_attention` was asked for by name but cannot serve the call."""
+
+
+def invalid_argument(name: str, expected: str, value: Any) -> ValueError:
+    """The error for argument `name`, which should have been `expected` and was `value`."""
+    return ValueError(
+        f"Invalid value for argument `{name}`: expected {expected}. Received: {name}={value!r}"
+    )
+
+
+def integer(name: str, value: Any, minimum: int) -> int:
+    """`value` as an int of at least `minimum`; booleans and floats are refused."""
+    expected = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+    if isinstance(value, bool):
+        raise invalid_argument(name, expected, value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise invalid_argument(name, expected, value) from None
+    if number < minimum:
+        raise invalid_argument(name, expected, value)
+    return number
+
+
+def optional_integer(name: str, value: Any, minimum: int) -> int | None:
+    """As `integer`, with `None` passed through."""
+    return None if value is None else integer(name, value, minimum)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value` if it is `True` or `False`."""
+    if not isinstance(value, bool):
+        raise invalid_argument(name, "True or False", value)
+    return value
+
+
+def number_in(name: str, value: Any, minimum: float, below: float = float("inf")) -> float:
+    """`value` as a finite float with ``minimum <= value < below``."""
+    expected = (
+        f"a finite number of at least {minimum:g}"
+        if below == float("inf")
+        else f"a number in [{minimum:g}, {below:g})"
+    )
+    if isinstance(value, (bool, str)):
+        raise invalid_argument(name, expected, value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise invalid_argument(name, expected, value) from None
+    # Written so that a NaN, which compares false with everything, is refused as well.
+    if not minimum <= number < below:
+        raise invalid_argument(name, expected, value)
+    return number
+
+
+def same_length(expected: int | None, received: int | None) -> bool:
+    """Whether two static dimensions agree; an unknown one (`None`) agrees with every length."""
+    return expected is None or received is None or expected == received
+
+
+def same_shape(expected: Sequence[int | None], received: Sequence[int | None]) -> bool:
+    """Whether two static shapes agree, as far as their dimensions are known."""
+    return len(expected) == len(received) and all(map(same_length, expected, received))
+
+
+def broadcasts_to(received: Sequence[int | None], target: Sequence[int | None]) -> bool:
+    """Whether a shape of the same rank broadcasts to `target`, as far as both are known."""
+    return len(received) == len(target) and all(
+        length == 1 or same_length(length, wanted)
+        for length, wanted in zip(received, target, strict=True)
+    )

@@ -1,0 +1,61 @@
+"""The ways to compute `routed_attention`, and the choice among them.
+
+The table names each implementation with the one backend that it needs (`None`: any) and its module,
+in order of preference: the first that can serve a call is taken. A module has two functions:
+
+- `unsupported_reason(spec) -> str | None`: why it cannot serve a call of this `AttentionSpec`, in
+  words for an error message, or `None` if it can. It is cheap, and looks at nothing but the spec.
+- `attend(query, key, value, gates, ...)`: the computation.
+
+What to run is thus decided before the call, by data that can be printed, never by trying. Modules
+are imported when they are first asked, so that one backend's code never imports another's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+
+from keras_moh.errors import UnsupportedError, invalid_argument
+from keras_moh.implementations.spec import AttentionSpec
+
+IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
+    "reference": (None, "keras_moh.implementations.reference"),
+}
+
+
+def check_implementation(implementation: Any) -> str | None:
+    """`implementation` if it is `None` or a name of the table, of whichever backend."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        names = ", ".join(f"'{name}'" for name in IMPLEMENTATIONS)
+        raise invalid_argument("implementation", f"None or one of {names}", implementation)
+    return implementation
+
+
+def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:
+    """The module of that name, and why it cannot serve `spec`."""
+    backend, module = IMPLEMENTATIONS[name]
+    if backend is not None and backend != keras.backend.backend():
+        return None, f"it needs the backend '{backend}'"
+    implementation = importlib.import_module(module)
+    return implementation, implementation.unsupported_reason(spec)
+
+
+def choose_implementation(spec: AttentionSpec, name: str | None = None) -> Any:
+    """The module that serves `spec`: the one of that name, or else the first that can.
+
+    Raises:
+        UnsupportedError: if the named one cannot serve the call, with its reason.
+    """
+    for candidate in IMPLEMENTATIONS if name is None else (name,):
+        implementation, reason = _load(candidate, spec)
+        if reason is None:
+            return implementation
+    raise UnsupportedError(
+        f"implementation='{candidate}' cannot serve this call on the backend "
+        f"'{keras.backend.backend()}': {reason}. "
+        "With implementation=None one that can is chosen. "
+        f"Received: {spec}"
+    )

@@ -1,0 +1,178 @@
+"""`routed_attention`: attention of the heads that each token took."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moh.errors import (
+    broadcasts_to,
+    invalid_argument,
+    number_in,
+    optional_integer,
+    same_length,
+    same_shape,
+)
+from keras_moh.implementations import check_implementation, choose_implementation
+from keras_moh.implementations.spec import AttentionSpec
+from keras_moh.routing import Routing, dense_gates
+
+
+def routed_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    routing: Routing,
+    mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_offset: Any = 0,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    return_attention_scores: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    r"""Dot-product attention of the heads that each token took, times their gates.
+
+    For a token that took head `h` with gate `g`, the output of that head is
+
+    $$ O_h = g \, \mathrm{softmax}(scale \cdot Q_h K_{h'}^\top) V_{h'}, \quad h' = h // (H / G), $$
+
+    and 0 for a head that it did not take (arXiv 2410.11842, "Mixture-of-Head Attention").
+
+    Args:
+        query: `(B, T, H, d)`, float.
+        key: `(B, S, G, d)`, float; `G` divides `H`.
+        value: `(B, S, G, dv)`, float.
+        routing: The `Routing` of the `B x T` tokens, with heads below `H`.
+        mask: Boolean, `True` where a query may attend to a key: `(T, S)`, or rank 4 and
+            broadcastable to `(B, H, T, S)`; `(B, 1, 1, S)` is key padding. Defaults to `None`.
+        is_causal: Whether query `t` attends only to keys at positions up to
+            `t + causal_offset`. Defaults to `False`.
+        scale: Factor of the dot products. Defaults to `d ** -0.5`.
+        causal_offset: Position of the first query among the keys, an integer or a scalar integer
+            tensor. Defaults to 0, which aligns queries and keys at the start.
+        sliding_window: If given, a query attends only to keys less than this many positions away
+            from its own, on both sides. Defaults to `None`.
+        dropout: Rate in `[0, 1)` of dropout on the softmax. Defaults to 0.
+        seed: Seed of the dropout: an integer or a `keras.random.SeedGenerator`.
+        return_attention_scores: Whether to return the scores too. Defaults to `False`.
+        implementation: Name of the implementation to use, or `None`, the default, for the fastest
+            that serves the call.
+
+    Returns:
+        The outputs `(B, T, H, dv)`, 0 at heads that were not taken and in rows that may attend to
+        no key; with `return_attention_scores`, also the scores `(B, H, T, S)`: the softmax of every
+        head before gates and dropout.
+
+    Raises:
+        ValueError: if shapes disagree or an argument is out of its range.
+        UnsupportedError: if the implementation of that name cannot serve the call.
+
+    Example:
+    >>> import numpy as np, keras_moh
+    >>> query, key, value = np.random.default_rng(0).normal(size=(3, 1, 5, 4, 8)).astype("float32")
+    >>> routing = keras_moh.Routing(
+    ...     heads=np.tile(np.array([0, 2], "int32"), (1, 5, 1)),
+    ...     gates=np.ones((1, 5, 2), "float32"),
+    ...     probabilities=np.zeros((1, 5, 0), "float32"),
+    ... )
+    >>> output = keras_moh.routed_attention(query, key, value, routing, is_causal=True)
+    >>> tuple(output.shape), bool(keras.ops.all(output[:, :, 1] == 0))
+    ((1, 5, 4, 8), True)
+    """
+    query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    routing = Routing(*map(ops.convert_to_tensor, routing))
+    mask = _checked_mask(mask, query, key)
+    _check_shapes(query, key, value, routing)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    sliding_window = optional_integer("sliding_window", sliding_window, 1)
+    dropout = number_in("dropout", dropout, 0, below=1)
+    check_implementation(implementation)
+    spec = AttentionSpec(
+        batch=query.shape[0],
+        query_length=query.shape[1],
+        key_length=key.shape[1],
+        num_heads=query.shape[2],
+        num_key_value_heads=key.shape[2],
+        num_active_heads=routing.heads.shape[-1],
+        key_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=keras.backend.standardize_dtype(query.dtype),
+        mask_shape=None if mask is None else tuple(mask.shape),
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        dropout=dropout,
+        return_attention_scores=return_attention_scores,
+    )
+    output, scores = choose_implementation(spec, implementation).attend(
+        query,
+        key,
+        value,
+        dense_gates(routing, query.shape[2]),
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        dropout=dropout,
+        seed=seed,
+    )
+    return (output, scores) if return_attention_scores else output
+
+
+def _check_shapes(query: Any, key: Any, value: Any, routing: Routing) -> None:
+    shapes = {"query": tuple(query.shape), "key": tuple(key.shape), "value": tuple(value.shape)}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ValueError(
+                f"Argument `{name}` must have the shape (batch, length, heads, features). "
+                f"Received: {name}.shape={shape}"
+            )
+    if not same_shape(shapes["key"][:3], shapes["value"][:3]):
+        raise ValueError(
+            "Arguments `key` and `value` must agree in batch, length and heads. Received: "
+            f"key.shape={shapes['key']} and value.shape={shapes['value']}"
+        )
+    if not same_length(shapes["query"][0], shapes["key"][0]) or shapes["query"][3] != key.shape[3]:
+        raise ValueError(
+            "Arguments `query` and `key` must agree in batch and features. Received: "
+            f"query.shape={shapes['query']} and key.shape={shapes['key']}"
+        )
+    if shapes["query"][2] % shapes["key"][2]:
+        raise ValueError(
+            "The number of query heads must be a multiple of the number of key/value heads. "
+            f"Received: query.shape={shapes['query']} and key.shape={shapes['key']}"
+        )
+    heads, gates = tuple(routing.heads.shape), tuple(routing.gates.shape)
+    if len(heads) != 3 or not same_shape(shapes["query"][:2], heads[:2]) or heads != gates:
+        raise ValueError(
+            "Argument `routing` must hold heads and gates of shape (batch, length, active heads) "
+            f"for the batch and length of `query`. Received: query.shape={shapes['query']}, "
+            f"routing.heads.shape={heads} and routing.gates.shape={gates}"
+        )
+
+
+def _checked_mask(mask: Any, query: Any, key: Any) -> Any:
+    """The mask at rank 4, or `None`."""
+    if mask is None:
+        return None
+    mask = ops.convert_to_tensor(mask)
+    if keras.backend.standardize_dtype(mask.dtype) != "bool":
+        raise invalid_argument("mask", "a boolean tensor", mask)
+    target = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    shape = tuple(mask.shape)
+    if len(shape) == 2:
+        shape = (1, 1, *shape)
+        mask = ops.expand_dims(mask, (0, 1))
+    if not broadcasts_to(shape, target):
+        raise ValueError(
+            "Argument `mask` must have the shape (T, S), or rank 4 and broadcast to "
+            f"(B, H, T, S) = {target}. Received: mask.shape={tuple(mask.shape)}"
+        )
+    return mask

@@ -1,0 +1,16 @@
+"""Routers, which choose the heads of every token, and the losses that keep them balanced."""
+
+from keras_moh.routing.balancing import load_balancing_loss, router_z_loss
+from keras_moh.routing.routers import Router, TwoStageRouter
+from keras_moh.routing.routing import Routing, all_heads, dense_gates, taken_heads
+
+__all__ = [
+    "Router",
+    "Routing",
+    "TwoStageRouter",
+    "all_heads",
+    "dense_gates",
+    "load_balancing_loss",
+    "router_z_loss",
+    "taken_heads",
+]

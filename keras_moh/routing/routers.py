@@ -1,0 +1,284 @@
+"""Routers: Keras layers that choose the heads of every token.
+
+A router computes in float32 (float64 under a float64 policy) whatever the compute dtype is: two
+candidates whose probabilities differ by less than a rounding error of bfloat16 would otherwise tie,
+and the choice would depend on the backend. For the same reason ties go to the lowest head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moh.errors import integer
+from keras_moh.routing.routing import Routing, constant_heads
+
+
+def largest(values: Any, k: int) -> Any:
+    """The indices of the `k` largest of the last axis, ascending; the lowest index wins a tie.
+
+    By a sort, since `ops.top_k` breaks ties arbitrarily on PyTorch.
+    """
+    order = ops.argsort(-values, axis=-1)
+    return ops.sort(ops.cast(order[..., :k], "int32"), axis=-1)
+
+
+class ScoreDense(keras.layers.Dense):
+    """A router's bias-free map from a token to scores, which stays in full precision."""
+
+    def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
+        """`layer_call` as it is: a few numbers per token are not worth computing twice."""
+        return layer_call
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: a rounded score would send tokens to other heads.
+
+        `Model.quantize` reports this as a warning and leaves the layer as it is.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"Layer '{self.name}' of a router is not quantized: its scores decide which heads a "
+            "token takes, and stay in full precision."
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_moh")
+class Router(keras.layers.Layer):
+    """Base class of routers.
+
+    A router of one's own overrides `call(inputs)` to return a `Routing`, and creates its weights in
+    `build`; `MoHAttention(router=MyRouter(...))` then uses it. Whatever dtype policy it is given,
+    it computes in float32, or in float64 if that policy computes in float64.
+
+    Args:
+        num_heads: Number of heads `H`.
+        num_shared_heads: Number of shared heads `H_s`, which every token takes: heads
+            `0 .. H_s - 1`.
+        top_k: Number of routed heads `k` that a token takes, out of the other `E = H - H_s`.
+        **kwargs: `name`, `trainable`, `dtype` of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: if a number is not an integer in its range, or there are fewer than `top_k`
+            candidates, or no head at all would be taken.
+
+    Example:
+    >>> import numpy as np, keras, keras_moh
+    >>> @keras.saving.register_keras_serializable("doc")
+    ... class FirstHeads(keras_moh.Router):
+    ...     def call(self, inputs):
+    ...         taken = self.num_shared_heads + self.top_k
+    ...         heads = np.tile(np.arange(taken, dtype="int32"), (*inputs.shape[:-1], 1))
+    ...         heads = keras.ops.convert_to_tensor(heads)
+    ...         gates = keras.ops.ones_like(heads, dtype="float32")
+    ...         return keras_moh.Routing(heads, gates, gates[..., self.num_shared_heads :])
+    >>> layer = keras_moh.MoHAttention(
+    ...     num_heads=4, key_dim=8, router=FirstHeads(4, num_shared_heads=1, top_k=2),
+    ...     balance_loss_weight=0.0,
+    ... )
+    >>> output, routing = layer(np.ones((2, 3, 8), "float32"), return_routing=True)
+    >>> tuple(routing.heads.shape)
+    (2, 3, 3)
+    """
+
+    def __init__(self, num_heads: int, num_shared_heads: int, top_k: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        precise = "float64" if self.compute_dtype == "float64" else "float32"
+        self.dtype_policy = keras.DTypePolicy(precise)
+        self.num_heads = integer("num_heads", num_heads, 1)
+        self.num_shared_heads = integer("num_shared_heads", num_shared_heads, 0)
+        self.top_k = integer("top_k", top_k, 0)
+        if self.num_shared_heads > self.num_heads:
+            raise ValueError(
+                "Argument `num_shared_heads` must be at most `num_heads`. Received: "
+                f"num_shared_heads={num_shared_heads} and num_heads={num_heads}"
+            )
+        if self.top_k > self.num_routed_heads:
+            raise ValueError(
+                f"Argument `top_k` must be at most the number of routed heads. Received: "
+                f"top_k={top_k} with {self.num_routed_heads} routed heads "
+                f"(num_heads={num_heads} - num_shared_heads={num_shared_heads})"
+            )
+        if self.top_k == 0 and self.num_routed_heads:
+            raise ValueError(
+                "Argument `top_k` must be positive unless every head is shared. Received: "
+                f"top_k=0 with {self.num_routed_heads} routed heads "
+                f"(num_heads={num_heads} - num_shared_heads={num_shared_heads}), "
+                "which no token would ever take"
+            )
+
+    @property
+    def num_routed_heads(self) -> int:
+        """Number of routed candidates `E`, out of which a token takes `top_k`."""
+        return self.num_heads - self.num_shared_heads
+
+    @property
+    def num_active_heads(self) -> int:
+        """Number of heads `K` that a token takes, shared ones included."""
+        return self.num_shared_heads + self.top_k
+
+    def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
+        """`layer_call` as it is: a few numbers per token are not worth computing twice."""
+        return layer_call
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        """The symbolic `Routing` for symbolic `inputs (..., D)`."""
+        leading = tuple(inputs.shape[:-1])
+        active = (*leading, self.num_active_heads)
+        return Routing(
+            heads=keras.KerasTensor(active, dtype="int32"),
+            gates=keras.KerasTensor(active, dtype=self.compute_dtype),
+            probabilities=keras.KerasTensor(
+                (*leading, self.num_routed_heads), dtype=self.compute_dtype
+            ),
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "num_shared_heads": self.num_shared_heads,
+            "top_k": self.top_k,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_moh")
+class TwoStageRouter(Router):
+    r"""The router of the paper (arXiv 2410.11842, "Two-Stage Routing").
+
+    With bias-free maps $W_r$ (`D -> E`), $W_s$ (`D -> H_s`) and $W_h$ (`D -> 2`) of a token `x`:
+
+    1. routed heads: $p = \mathrm{softmax}(W_r x)$; the `k` largest are kept (the lowest head wins a
+       tie), divided by their sum, and multiplied by `k`;
+    2. shared heads: $H_s \, \mathrm{softmax}(W_s x)$; a single shared head has the constant gate 1
+       and no $W_s$;
+    3. where both kinds exist, $w = 2 \, \mathrm{softmax}(W_h x)$: the shared gates are multiplied
+       by the first, the routed ones by the second.
+
+    With `top_k=1` the renormalised gate is the constant 1, so $W_r$ learns from the balancing loss
+    alone, as in the authors' code. Kernels of zeros make every candidate tie: all tokens would take
+    the lowest heads, and the others would never learn.
+
+    Args:
+        num_heads: Number of heads `H`.
+        num_shared_heads: Number of shared heads `H_s`, from 0 to `num_heads`.
+        top_k: Number of routed heads `k` that a token takes; 0 only if every head is shared.
+        kernel_initializer: Initializer of the three kernels. Defaults to `"glorot_uniform"`.
+        kernel_regularizer: Optional regularizer of the three kernels.
+        kernel_constraint: Optional constraint of the three kernels.
+        **kwargs: `name`, `trainable`, `dtype` of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(..., D)`, float.
+        return_scores: Whether to return `(routing, scores)` with the scores $W_r x$, `(..., E)`.
+            Defaults to `False`.
+
+    Returns:
+        A `Routing`.
+
+    Raises:
+        ValueError: as for `Router`.
+
+    Example:
+    >>> import numpy as np, keras_moh
+    >>> router = keras_moh.TwoStageRouter(num_heads=6, num_shared_heads=2, top_k=2)
+    >>> heads, gates, probabilities = router(np.ones((1, 3, 8), "float32"))
+    >>> tuple(heads.shape), tuple(gates.shape), tuple(probabilities.shape)
+    ((1, 3, 4), (1, 3, 4), (1, 3, 4))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_shared_heads: int,
+        top_k: int,
+        kernel_initializer: Any = "glorot_uniform",
+        kernel_regularizer: Any = None,
+        kernel_constraint: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_heads, num_shared_heads, top_k, **kwargs)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        self.kernel_constraint = keras.constraints.get(kernel_constraint)
+        self.routed_scores = self._dense("routed_scores", self.num_routed_heads, bool(self.top_k))
+        self.shared_scores = self._dense(
+            "shared_scores", self.num_shared_heads, self.num_shared_heads > 1
+        )
+        self.group_scores = self._dense(
+            "group_scores", 2, bool(self.top_k and self.num_shared_heads)
+        )
+
+    def _dense(self, name: str, units: int, needed: bool) -> ScoreDense | None:
+        if not needed:
+            return None
+        return ScoreDense(
+            units,
+            use_bias=False,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            kernel_regularizer=self.kernel_regularizer,
+            kernel_constraint=self.kernel_constraint,
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def build(self, input_shape: Any) -> None:
+        """Create the kernels for inputs of shape `(..., D)`."""
+        for dense in (self.routed_scores, self.shared_scores, self.group_scores):
+            if dense is not None:
+                dense.build(input_shape)
+
+    def call(self, inputs: Any, return_scores: bool = False) -> Any:
+        """Route every token; see the class."""
+        shared_gates = self._shared_gates(inputs)
+        if self.routed_scores is None:
+            heads = constant_heads(inputs, range(self.num_heads))
+            routing = Routing(heads, shared_gates, shared_gates[..., :0])
+            return (routing, routing.probabilities) if return_scores else routing
+
+        scores = self.routed_scores(inputs)
+        probabilities = ops.softmax(scores, axis=-1)
+        candidates = largest(probabilities, self.top_k)
+        kept = ops.take_along_axis(probabilities, candidates, axis=-1)
+        gates = self.top_k * kept / ops.sum(kept, axis=-1, keepdims=True)
+        heads = candidates + self.num_shared_heads
+        if self.group_scores is not None:
+            group = 2 * ops.softmax(self.group_scores(inputs), axis=-1)
+            gates = ops.concatenate(
+                [group[..., :1] * shared_gates, group[..., 1:] * gates], axis=-1
+            )
+            shared = constant_heads(inputs, range(self.num_shared_heads))
+            heads = ops.concatenate([shared, heads], axis=-1)
+        routing = Routing(heads, gates, probabilities)
+        return (routing, scores) if return_scores else routing
+
+    def compute_output_spec(self, inputs: Any, return_scores: bool = False) -> Any:
+        """The symbolic results of a symbolic call."""
+        routing = super().compute_output_spec(inputs)
+        return (routing, routing.probabilities) if return_scores else routing
+
+    def _shared_gates(self, inputs: Any) -> Any:
+        if self.shared_scores is not None:
+            return self.num_shared_heads * ops.softmax(self.shared_scores(inputs), axis=-1)
+        return ops.ones((*ops.shape(inputs)[:-1], self.num_shared_heads), dtype=inputs.dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            **super().get_config(),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
+        }
+
+
+def clone_initializer(initializer: Any) -> Any:
+    """A fresh copy of an initializer, since an instance gives the same values each time."""
+    if isinstance(initializer, keras.initializers.Initializer):
+        return initializer.clone()
+    return initializer

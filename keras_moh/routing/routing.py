@@ -1,0 +1,57 @@
+"""What a router returns, and its dense form over all heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from keras import ops
+
+
+class Routing(NamedTuple):
+    """The heads of every token, with their gates.
+
+    Attributes:
+        heads: `(B, T, K)`, int32: the heads that a token takes, ascending, shared ones included.
+        gates: `(B, T, K)`, float32 (float64 under a float64 policy): the factor of each of these
+            heads' outputs.
+        probabilities: `(B, T, E)`, dtype of the gates: the router's softmax over the routed
+            candidates before the choice; `E` is 0 where there is nothing to choose.
+
+    Inputs of higher rank keep their leading axes in place of `B, T`.
+    """
+
+    heads: Any
+    gates: Any
+    probabilities: Any
+
+
+def constant_heads(x: Any, heads: range) -> Any:
+    """The same `heads` for every token of `x (..., D)`: `(..., len(heads))`, int32."""
+    leading = ops.shape(x)[:-1]
+    return ops.broadcast_to(
+        ops.arange(heads.start, heads.stop, dtype="int32"), (*leading, len(heads))
+    )
+
+
+def all_heads(x: Any, num_heads: int, dtype: str) -> Routing:
+    """The routing of plain attention: every token of `x (..., D)` takes every head with gate 1."""
+    heads = constant_heads(x, range(num_heads))
+    gates = ops.ones_like(heads, dtype=dtype)
+    return Routing(heads, gates, gates[..., :0])
+
+
+def _slot_is_head(heads: Any, num_heads: int) -> Any:
+    """`(..., K, H)` boolean: whether slot `k` of a token holds head `h`."""
+    return ops.equal(ops.expand_dims(heads, -1), ops.arange(num_heads, dtype="int32"))
+
+
+def taken_heads(heads: Any, num_heads: int) -> Any:
+    """Whether each head is taken: `(..., K)` head numbers to `(..., H)` booleans."""
+    return ops.any(_slot_is_head(heads, num_heads), axis=-2)
+
+
+def dense_gates(routing: Routing, num_heads: int) -> Any:
+    """The gates of all heads, `(..., H)`, 0 where a head is not taken."""
+    gates = ops.expand_dims(routing.gates, -1)
+    placed = ops.where(_slot_is_head(routing.heads, num_heads), gates, ops.zeros_like(gates))
+    return ops.sum(placed, axis=-2)
