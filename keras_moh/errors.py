@@ -8,7 +8,6 @@ constructor reads as a list of ``self.x = check("x", x)``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -66,21 +65,3 @@ def number_in(name: str, value: Any, minimum: float, below: float = float("inf")
     if not minimum <= number < below:
         raise invalid_argument(name, expected, value)
     return number
-
-
-def same_length(expected: int | None, received: int | None) -> bool:
-    """Whether two static dimensions agree; an unknown one (`None`) agrees with every length."""
-    return expected is None or received is None or expected == received
-
-
-def same_shape(expected: Sequence[int | None], received: Sequence[int | None]) -> bool:
-    """Whether two static shapes agree, as far as their dimensions are known."""
-    return len(expected) == len(received) and all(map(same_length, expected, received))
-
-
-def broadcasts_to(received: Sequence[int | None], target: Sequence[int | None]) -> bool:
-    """Whether a shape of the same rank broadcasts to `target`, as far as both are known."""
-    return len(received) == len(target) and all(
-        length == 1 or same_length(length, wanted)
-        for length, wanted in zip(received, target, strict=True)
-    )

@@ -14,7 +14,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_moh.errors import broadcasts_to, integer, invalid_argument
+from keras_moh.errors import integer, invalid_argument
+from keras_moh.shapes import broadcasts_to
 
 
 def check_attention_axes(attention_axes: Any) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ Two things are arranged around Keras rather than left to it:
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -28,8 +28,6 @@ from keras_moh.errors import (
     invalid_argument,
     number_in,
     optional_integer,
-    same_length,
-    same_shape,
 )
 from keras_moh.folding import (
     batch_axes,
@@ -57,6 +55,7 @@ from keras_moh.routing import (
     taken_heads,
 )
 from keras_moh.routing.routers import clone_initializer
+from keras_moh.shapes import check_input_shapes, input_shapes, same_shape
 
 
 @keras.saving.register_keras_serializable(package="keras_moh")
@@ -250,7 +249,7 @@ class MoHAttention(keras.layers.Layer):
             )
         if isinstance(router, dict):
             router = keras.saving.deserialize_keras_object(router)
-        self._router_argument = router
+        self._router_name = router if isinstance(router, str) else None
         self.router = self._make_router(router, num_shared_heads, top_k)
         self.seed = optional_integer("seed", seed, 0)
         self.seed_generator = keras.random.SeedGenerator(self.seed) if self.dropout else None
@@ -350,18 +349,17 @@ class MoHAttention(keras.layers.Layer):
         Raises:
             ValueError: if the shapes disagree, or a number of features is unknown.
         """
-        query_shape, value_shape, key_shape = _input_shapes(query_shape, value_shape, key_shape)
+        query_shape, value_shape, key_shape = input_shapes(query_shape, value_shape, key_shape)
         rank = len(query_shape)
         self._axes = resolve_attention_axes(self.attention_axes, rank)
-        _check_input_shapes(query_shape, value_shape, key_shape, self._axes)
+        check_input_shapes(query_shape, value_shape, key_shape, batch_axes(self._axes, rank))
         if self.sliding_window is not None and len(self._axes) > 1:
             raise ValueError(
                 "Argument `sliding_window` needs a single attention axis. Received: "
                 f"sliding_window={self.sliding_window} with attention axes {self._axes}"
             )
-        self._ranks_and_features = [
-            (rank, shape[-1]) for shape in (query_shape, value_shape, key_shape)
-        ]
+        self._rank = rank
+        self._features = (query_shape[-1], value_shape[-1], key_shape[-1])
         # Rematerialization, if any, is of the whole computation: within it the parts are plain.
         with keras.RematScope(mode=None):
             self._build_projections(query_shape, value_shape, key_shape)
@@ -439,27 +437,10 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """Attend; see the class for arguments and results."""
-        self._check_call(
-            query,
-            value,
-            key,
-            query_mask,
-            value_mask,
-            key_mask,
-            attention_mask,
-            use_causal_mask,
-            cache,
-            cache_update_index,
-        )
-        query_mask = attached_mask(query) if query_mask is None else query_mask
-        if value is None:
-            value, value_mask = query, query_mask if value_mask is None else value_mask
-        elif value_mask is None:
-            value_mask = attached_mask(value)
-        if key is None:
-            key = value
-        elif key_mask is None:
-            key_mask = attached_mask(key)
+        _refuse_cache(cache, cache_update_index)
+        inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
+        self._check_call(inputs, attention_mask, use_causal_mask)
+        query, value, key, query_mask, value_mask, key_mask = inputs
         mask = merge(
             self._folded_attention_mask(attention_mask, query, key),
             self._folded_padding(query_mask, (1, 3)),
@@ -637,7 +618,7 @@ class MoHAttention(keras.layers.Layer):
         self, query_shape: Any, value_shape: Any = None, key_shape: Any = None
     ) -> tuple[int | None, ...]:
         """The output's shape: the query's, with `output_shape` (if given) for its features."""
-        query_shape, _, _ = _input_shapes(query_shape, value_shape, key_shape)
+        query_shape, _, _ = input_shapes(query_shape, value_shape, key_shape)
         return (*query_shape[:-1], *(self._output_shape or (query_shape[-1],)))
 
     def compute_output_spec(
@@ -657,23 +638,13 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """The symbolic results of a symbolic call."""
-        self._check_call(
-            query,
-            value,
-            key,
-            query_mask,
-            value_mask,
-            key_mask,
-            attention_mask,
-            use_causal_mask,
-            cache,
-            cache_update_index,
-        )
-        key_shape = next(x for x in (key, value, query) if x is not None).shape
+        _refuse_cache(cache, cache_update_index)
+        inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
+        self._check_call(inputs, attention_mask, use_causal_mask)
         dtype = self.compute_dtype
         results = [keras.KerasTensor(self.compute_output_shape(query.shape), dtype=dtype)]
         if return_attention_scores:
-            shape = scores_shape(query.shape, key_shape, self.num_heads, self._axes)
+            shape = scores_shape(query.shape, inputs.key.shape, self.num_heads, self._axes)
             results.append(keras.KerasTensor(shape, dtype=dtype))
         if return_routing:
             leading = tuple(query.shape[:-1])
@@ -687,63 +658,35 @@ class MoHAttention(keras.layers.Layer):
             )
         return _one_or_tuple(results)
 
-    def _check_call(
-        self,
-        query: Any,
-        value: Any,
-        key: Any,
-        query_mask: Any,
-        value_mask: Any,
-        key_mask: Any,
-        attention_mask: Any,
-        use_causal_mask: bool,
-        cache: Any,
-        cache_update_index: Any,
-    ) -> None:
+    def _check_call(self, inputs: _Inputs, attention_mask: Any, use_causal_mask: bool) -> None:
         """Check the arguments of a call by their static shapes, which symbolic ones have too."""
-        for name, argument in (("cache", cache), ("cache_update_index", cache_update_index)):
-            if argument is not None:
-                raise NotImplementedError(f"Argument `{name}` is not implemented yet.")
-        shapes = _input_shapes(
-            query.shape,
-            None if value is None else value.shape,
-            None if key is None else key.shape,
-        )
-        _check_input_shapes(*shapes, self._axes)
-        received = [(len(shape), shape[-1]) for shape in shapes]
-        if received != self._ranks_and_features:
+        shapes = input_shapes(inputs.query.shape, inputs.value.shape, inputs.key.shape)
+        features = tuple(shape[-1] for shape in shapes)
+        if len(shapes[0]) != self._rank or features != self._features:
             raise ValueError(
-                "The inputs must have the ranks and features that the layer was built for, query, "
-                f"value and key: {self._ranks_and_features}. Received: {received}"
+                f"The inputs must have the rank {self._rank} and, in the order query, value, key, "
+                f"the features {self._features} that the layer was built for. Received: shapes "
+                f"{shapes}"
             )
+        check_input_shapes(*shapes, batch_axes(self._axes, self._rank))
         if use_causal_mask and len(self._axes) > 1:
             raise ValueError(
                 "Argument `use_causal_mask` needs a single attention axis. Received: "
                 f"use_causal_mask={use_causal_mask} with attention axes {self._axes}"
             )
-        query_shape, value_shape, key_shape = shapes
-        for name, mask, shape in (
-            ("query_mask", query_mask, query_shape),
-            ("value_mask", value_mask, value_shape),
-            ("key_mask", key_mask, key_shape),
-        ):
+        for name, shape in zip(("query", "value", "key"), shapes, strict=True):
+            mask = getattr(inputs, f"{name}_mask")
             if mask is not None and not same_shape(shape[:-1], mask.shape):
                 raise ValueError(
-                    f"Argument `{name}` must have one entry per token, of shape {shape[:-1]}. "
-                    f"Received: {name}.shape={tuple(mask.shape)}"
+                    f"Argument `{name}_mask` must have one entry per token, of shape "
+                    f"{shape[:-1]}. Received: {name}_mask.shape={tuple(mask.shape)}"
                 )
         if attention_mask is not None:
-            full_mask_shape(
-                attention_mask.shape,
-                scores_shape(query_shape, key_shape, self.num_heads, self._axes),
-                self._axes,
-            )
+            scores = scores_shape(shapes[0], shapes[2], self.num_heads, self._axes)
+            full_mask_shape(attention_mask.shape, scores, self._axes)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        router = self._router_argument
-        if isinstance(router, Router):
-            router = keras.saving.serialize_keras_object(router)
         return {
             **super().get_config(),
             "num_heads": self.num_heads,
@@ -755,7 +698,7 @@ class MoHAttention(keras.layers.Layer):
             "output_shape": self._output_shape,
             "dropout": self.dropout,
             "use_bias": self.use_bias,
-            "router": router,
+            "router": self._router_name or keras.saving.serialize_keras_object(self.router),
             "routing_groups": self.routing_groups,
             "balance_loss_weight": self.balance_loss_weight,
             "z_loss_weight": self.z_loss_weight,
@@ -789,6 +732,48 @@ class _DrawnSeed(keras.random.SeedGenerator):
         return self._value
 
 
+class _Inputs(NamedTuple):
+    """The tensors of a call, none but masks missing."""
+
+    query: Any
+    value: Any
+    key: Any
+    query_mask: Any
+    value_mask: Any
+    key_mask: Any
+
+
+def _with_defaults(
+    query: Any, value: Any, key: Any, query_mask: Any, value_mask: Any, key_mask: Any
+) -> _Inputs:
+    """The value is the query unless given, the key the value; masks are those attached to them."""
+    if value is None and key is not None:
+        raise ValueError(
+            "Argument `value` is required where `key` is given. Received: value=None and a key of "
+            f"shape {tuple(key.shape)}"
+        )
+    if query_mask is None:
+        query_mask = attached_mask(query)
+    if value is None:
+        value = query
+        value_mask = query_mask if value_mask is None else value_mask
+    elif value_mask is None:
+        value_mask = attached_mask(value)
+    if key is None:
+        key = value
+    elif key_mask is None:
+        key_mask = attached_mask(key)
+    return _Inputs(query, value, key, query_mask, value_mask, key_mask)
+
+
+def _refuse_cache(cache: Any, cache_update_index: Any) -> None:
+    for name, value in (("cache", cache), ("cache_update_index", cache_update_index)):
+        if value is not None:
+            raise NotImplementedError(
+                f"Argument `{name}` is not implemented yet. Received: a {type(value).__name__}"
+            )
+
+
 def _one_or_tuple(results: list[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -807,39 +792,3 @@ def _check_output_shape(output_shape: Any) -> tuple[int, ...] | None:
             f"integers. Received: output_shape={output_shape!r}"
         )
     return shape
-
-
-def _input_shapes(query_shape: Any, value_shape: Any, key_shape: Any) -> tuple[Any, Any, Any]:
-    """The shapes as tuples, the value's defaulting to the query's, the key's to the value's."""
-    if value_shape is None and key_shape is not None:
-        raise ValueError(
-            "Argument `value` is required where `key` is given. Received: value=None and a key of "
-            f"shape {tuple(key_shape)}"
-        )
-    query_shape = tuple(query_shape)
-    value_shape = query_shape if value_shape is None else tuple(value_shape)
-    key_shape = value_shape if key_shape is None else tuple(key_shape)
-    if not same_shape(value_shape[:-1], key_shape[:-1]):
-        raise ValueError(
-            "All dimensions of `value` and `key`, except the last one, must be equal. Received: "
-            f"value_shape={value_shape} and key_shape={key_shape}"
-        )
-    return query_shape, value_shape, key_shape
-
-
-def _check_input_shapes(query_shape: Any, value_shape: Any, key_shape: Any, axes: Any) -> None:
-    """Check that shapes of inputs are complete and fit each other outside the attention axes."""
-    for name, shape in (("query", query_shape), ("value", value_shape), ("key", key_shape)):
-        if len(shape) < 3 or len(shape) != len(query_shape) or shape[-1] is None:
-            raise ValueError(
-                f"Argument `{name}` must have rank 3 or more, the same rank as `query`, and a "
-                f"known number of features. Received: {name}_shape={shape} with "
-                f"query_shape={query_shape}"
-            )
-    for axis in (0, *batch_axes(axes, len(query_shape))):
-        if not same_length(query_shape[axis], value_shape[axis]):
-            raise ValueError(
-                f"All dimensions of `query` and `value` outside the attention axes {axes} must be "
-                f"equal, except the last one. Received: query_shape={query_shape} and "
-                f"value_shape={value_shape}"
-            )

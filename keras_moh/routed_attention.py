@@ -8,17 +8,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moh.errors import (
-    broadcasts_to,
-    invalid_argument,
-    number_in,
-    optional_integer,
-    same_length,
-    same_shape,
-)
+from keras_moh.errors import invalid_argument, number_in, optional_integer
 from keras_moh.implementations import check_implementation, choose_implementation
 from keras_moh.implementations.spec import AttentionSpec
 from keras_moh.routing import Routing, dense_gates
+from keras_moh.shapes import broadcasts_to, same_length, same_shape
 
 
 def routed_attention(

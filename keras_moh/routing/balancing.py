@@ -21,6 +21,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moh.shapes import same_shape
+
 
 def _mean_over_tokens(values: Any, mask: Any) -> Any:
     """The mean of `values (..., N)` over the tokens where `mask (...)` holds; 0 without any."""
@@ -43,6 +45,9 @@ def load_balancing_loss(probabilities: Any, taken: Any, mask: Any = None) -> Any
         taken: `(..., E)`, boolean: the candidates that each token took.
         mask: `(...)`, boolean, optional: the tokens that count. Defaults to all.
 
+    Raises:
+        ValueError: if the shapes differ.
+
     Returns:
         A scalar: `k` for balanced heads, up to `E` for collapsed ones, 0 without a valid token.
 
@@ -53,7 +58,13 @@ def load_balancing_loss(probabilities: Any, taken: Any, mask: Any = None) -> Any
     >>> float(keras_moh.load_balancing_loss(probabilities, taken))
     2.0
     """
-    probabilities = ops.convert_to_tensor(probabilities)
+    probabilities, taken = ops.convert_to_tensor(probabilities), ops.convert_to_tensor(taken)
+    if not same_shape(probabilities.shape, taken.shape):
+        raise ValueError(
+            "Arguments `probabilities` and `taken` must have the same shape. Received: "
+            f"probabilities.shape={tuple(probabilities.shape)} and "
+            f"taken.shape={tuple(taken.shape)}"
+        )
     probability = _mean_over_tokens(probabilities, mask)
     fraction = _mean_over_tokens(ops.cast(taken, probabilities.dtype), mask)
     return probabilities.shape[-1] * ops.sum(probability * ops.stop_gradient(fraction))
