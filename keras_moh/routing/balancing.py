@@ -34,7 +34,7 @@ def _mean_over_tokens(values: Any, mask: Any) -> Any:
         # Chosen, not multiplied: a padded token may hold anything, infinities included.
         values = ops.where(ops.cast(weights, "bool"), values, ops.zeros_like(values))
     count = ops.sum(weights, axis=leading)
-    return ops.sum(values, axis=leading) / ops.maximum(count, ops.ones_like(count))
+    return ops.sum(values, axis=leading) / ops.where(count > 0, count, ops.ones_like(count))
 
 
 def load_balancing_loss(probabilities: Any, taken: Any, mask: Any = None) -> Any:

@@ -28,6 +28,13 @@ def largest(values: Any, k: int) -> Any:
 class ScoreDense(keras.layers.Dense):
     """A router's bias-free map from a token to scores, which stays in full precision."""
 
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """The scores `(..., units)` of `inputs (..., D)`.
+
+        By `einsum`: `ops.matmul`, which `Dense` uses, rounds float64 to float32 on PyTorch.
+        """
+        return ops.einsum("...d,de->...e", inputs, self.kernel)
+
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
         """`layer_call` as it is: a few numbers per token are not worth computing twice."""
         return layer_call
