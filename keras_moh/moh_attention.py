@@ -569,7 +569,7 @@ class MoHAttention(keras.layers.Layer):
         if scope is None:
             super().add_loss(loss)
         elif scope.collect_losses:
-            self._losses_by_scope.setdefault(scope, []).append(loss)
+            self._losses_by_scope.setdefault(scope, []).extend(keras.tree.flatten(loss))
 
     def _get_own_losses(self) -> list[Any]:
         scope = current_stateless_scope()

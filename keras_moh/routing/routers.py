@@ -74,18 +74,17 @@ class Router(keras.layers.Layer):
 
     Example:
     >>> import numpy as np, keras, keras_moh
-    >>> @keras.saving.register_keras_serializable("doc")
+    >>> @keras.saving.register_keras_serializable("my_package")
     ... class FirstHeads(keras_moh.Router):
     ...     def call(self, inputs):
-    ...         taken = self.num_shared_heads + self.top_k
-    ...         heads = np.tile(np.arange(taken, dtype="int32"), (*inputs.shape[:-1], 1))
-    ...         heads = keras.ops.convert_to_tensor(heads)
+    ...         tokens = keras.ops.shape(inputs)[:-1]
+    ...         heads = keras.ops.arange(self.num_active_heads, dtype="int32")
+    ...         heads = keras.ops.broadcast_to(heads, (*tokens, self.num_active_heads))
     ...         gates = keras.ops.ones_like(heads, dtype="float32")
-    ...         return keras_moh.Routing(heads, gates, gates[..., self.num_shared_heads :])
-    >>> layer = keras_moh.MoHAttention(
-    ...     num_heads=4, key_dim=8, router=FirstHeads(4, num_shared_heads=1, top_k=2),
-    ...     balance_loss_weight=0.0,
-    ... )
+    ...         uniform = keras.ops.ones((*tokens, self.num_routed_heads)) / self.num_routed_heads
+    ...         return keras_moh.Routing(heads, gates, uniform)
+    >>> router = FirstHeads(num_heads=4, num_shared_heads=1, top_k=2)
+    >>> layer = keras_moh.MoHAttention(num_heads=4, key_dim=8, router=router)
     >>> output, routing = layer(np.ones((2, 3, 8), "float32"), return_routing=True)
     >>> tuple(routing.heads.shape)
     (2, 3, 3)
