@@ -8,7 +8,10 @@ constructor reads as a list of ``self.x = check("x", x)``.
 from __future__ import annotations
 
 import operator
+from types import ModuleType
 from typing import Any
+
+import keras
 
 
 class UnsupportedError(ValueError):
@@ -65,3 +68,27 @@ def number_in(name: str, value: Any, minimum: float, below: float = float("inf")
     if not minimum <= number < below:
         raise invalid_argument(name, expected, value)
     return number
+
+
+def _keras_object(module: ModuleType, name: str, value: Any) -> Any:
+    """What `module.get` makes of `value`, Keras's own error being of unnamed arguments."""
+    try:
+        return module.get(value)
+    except (TypeError, ValueError) as error:
+        kind = module.__name__.rsplit(".", 1)[-1]
+        raise invalid_argument(name, f"what `keras.{kind}.get` takes", value) from error
+
+
+def initializer(name: str, value: Any) -> Any:
+    """The `keras.initializers.Initializer` that `value` names, configures or is."""
+    return _keras_object(keras.initializers, name, value)
+
+
+def regularizer(name: str, value: Any) -> Any:
+    """The `keras.regularizers.Regularizer` that `value` names, configures or is, or `None`."""
+    return _keras_object(keras.regularizers, name, value)
+
+
+def constraint(name: str, value: Any) -> Any:
+    """The `keras.constraints.Constraint` that `value` names, configures or is, or `None`."""
+    return _keras_object(keras.constraints, name, value)

@@ -22,11 +22,10 @@ def check_attention_axes(attention_axes: Any) -> tuple[int, ...] | None:
     """`attention_axes` as a tuple of distinct integers, or `None`."""
     if attention_axes is None:
         return None
-    if not isinstance(attention_axes, (list, tuple)):
-        attention_axes = (attention_axes,)
     expected = "None, an integer, or a list or tuple of distinct integers"
+    given = attention_axes if isinstance(attention_axes, (list, tuple)) else (attention_axes,)
     try:
-        axes = tuple(integer("attention_axes", axis, -(10**9)) for axis in attention_axes)
+        axes = tuple(integer("attention_axes", axis, -(10**9)) for axis in given)
     except ValueError:
         raise invalid_argument("attention_axes", expected, attention_axes) from None
     if not axes or len(set(axes)) < len(axes):

@@ -24,10 +24,13 @@ from keras import ops
 
 from keras_moh.errors import (
     boolean,
+    constraint,
+    initializer,
     integer,
     invalid_argument,
     number_in,
     optional_integer,
+    regularizer,
 )
 from keras_moh.folding import (
     batch_axes,
@@ -220,7 +223,7 @@ class MoHAttention(keras.layers.Layer):
         self.use_bias = boolean("use_bias", use_bias)
         self.balance_loss_weight = number_in("balance_loss_weight", balance_loss_weight, 0)
         self.z_loss_weight = number_in("z_loss_weight", z_loss_weight, 0)
-        if not (isinstance(qk_norm, bool) or qk_norm == "rms"):
+        if not isinstance(qk_norm, (bool, str)) or qk_norm not in (True, False, "rms"):
             raise invalid_argument("qk_norm", "True, False or 'rms'", qk_norm)
         self.qk_norm = qk_norm
         if rotary_embedding is not None:
@@ -232,14 +235,14 @@ class MoHAttention(keras.layers.Layer):
         self.sliding_window = optional_integer("sliding_window", sliding_window, 1)
         self.implementation = check_implementation(implementation)
 
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.bias_initializer = initializer("bias_initializer", bias_initializer)
+        self.kernel_regularizer = regularizer("kernel_regularizer", kernel_regularizer)
+        self.bias_regularizer = regularizer("bias_regularizer", bias_regularizer)
         # Not `activity_regularizer`, which Keras would apply to this layer's own outputs as well.
-        self._activity_regularizer = keras.regularizers.get(activity_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
-        self.bias_constraint = keras.constraints.get(bias_constraint)
+        self._activity_regularizer = regularizer("activity_regularizer", activity_regularizer)
+        self.kernel_constraint = constraint("kernel_constraint", kernel_constraint)
+        self.bias_constraint = constraint("bias_constraint", bias_constraint)
 
         self.routing_groups = integer("routing_groups", routing_groups, 1)
         if self.routing_groups > 1:
@@ -262,20 +265,23 @@ class MoHAttention(keras.layers.Layer):
                 ("num_shared_heads", num_shared_heads, self.num_heads),
                 ("top_k", top_k, 0),
             ):
-                if value is not None and (isinstance(value, bool) or value != valid):
+                if value is not None and integer(name, value, 0) != valid:
                     raise invalid_argument(name, f"None or {valid} with router=None", value)
             if self.z_loss_weight:
                 raise invalid_argument("z_loss_weight", "0 with router=None", self.z_loss_weight)
             return None
-        if router == "query_norm":
+        if self._router_name == "query_norm":
             raise NotImplementedError(
                 "Argument `router` is not implemented yet for this value. "
                 f"Received: router={router!r}"
             )
-        if router == "two_stage":
+        if self._router_name == "two_stage":
             if num_shared_heads is None or top_k is None:
                 missing = "num_shared_heads" if num_shared_heads is None else "top_k"
-                raise ValueError(f"Argument `{missing}` is required unless `router` is None.")
+                raise ValueError(
+                    f"Argument `{missing}` is required unless `router` is None or a `Router`. "
+                    f"Received: {missing}=None with router={router!r}"
+                )
             return TwoStageRouter(
                 self.num_heads,
                 num_shared_heads,

@@ -28,7 +28,8 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
 
 def check_implementation(implementation: Any) -> str | None:
     """`implementation` if it is `None` or a name of the table, of whichever backend."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    named = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not named:
         names = ", ".join(f"'{name}'" for name in IMPLEMENTATIONS)
         raise invalid_argument("implementation", f"None or one of {names}", implementation)
     return implementation

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moh.errors import integer
+from keras_moh.errors import constraint, initializer, integer, regularizer
 from keras_moh.routing.routing import Routing, constant_heads
 
 
@@ -209,9 +209,9 @@ class TwoStageRouter(Router):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_heads, num_shared_heads, top_k, **kwargs)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.kernel_regularizer = regularizer("kernel_regularizer", kernel_regularizer)
+        self.kernel_constraint = constraint("kernel_constraint", kernel_constraint)
         self.routed_scores = self._dense("routed_scores", self.num_routed_heads, bool(self.top_k))
         self.shared_scores = self._dense(
             "shared_scores", self.num_shared_heads, self.num_shared_heads > 1
