@@ -1,0 +1,100 @@
+"""What the tests need of a framework, in words that all three understand.
+
+A test speaks of weights by name (`"query/kernel"`, `"router/routed_scores/kernel"`) and of
+gradients as NumPy arrays; only this file knows how each framework differentiates.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A tensor as a NumPy array; bfloat16, which NumPy does not know, as float32."""
+    array = np.asarray(ops.convert_to_numpy(x))
+    return array if array.dtype.kind in "biuf" else array.astype("float32")
+
+
+def weights_by_name(layer: keras.Layer) -> dict[str, keras.Variable]:
+    """The weights of a built layer or model, by their path below its own name."""
+    return {weight.path.removeprefix(f"{layer.name}/"): weight for weight in layer.weights}
+
+
+def set_weights_by_name(layer: keras.Layer, values: Mapping[str, Any]) -> None:
+    """Assign to every weight of a built layer; `values` must name exactly its weights."""
+    weights = weights_by_name(layer)
+    assert set(values) == set(weights), f"{sorted(values)} are not {sorted(weights)}"
+    for name, value in values.items():
+        weights[name].assign(value)
+
+
+class Gradients(NamedTuple):
+    """A scalar and its derivatives, as NumPy; zeros by what it does not depend on."""
+
+    value: np.ndarray
+    inputs: tuple[np.ndarray, ...]
+    weights: dict[str, np.ndarray]
+
+
+def gradients(
+    function: Callable[..., Any], inputs: Sequence[Any], layer: keras.Layer | None = None
+) -> Gradients:
+    """The scalar `function(*inputs)` and its gradients by the inputs and by the layer's weights.
+
+    Args:
+        function: Takes the inputs as tensors, returns a scalar tensor. It is called once, and may
+            read `layer.losses` after calling the layer: on JAX it runs in a stateless scope.
+        inputs: Float arrays or tensors. Whatever else the function needs, it closes over.
+        layer: A built layer or model whose trainable weights are differentiated by, if any.
+    """
+    weights = {} if layer is None else weights_by_name(layer)
+    weights = {name: weight for name, weight in weights.items() if weight.trainable}
+    inputs = tuple(map(ops.convert_to_tensor, inputs))
+    differentiate = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow}
+    value, derivatives = differentiate[keras.backend.backend()](
+        function, inputs, tuple(weights.values())
+    )
+    derivatives = [
+        np.zeros(x.shape, keras.backend.standardize_dtype(x.dtype)) if d is None else to_numpy(d)
+        for x, d in zip((*inputs, *weights.values()), derivatives, strict=True)
+    ]
+    return Gradients(
+        to_numpy(value),
+        tuple(derivatives[: len(inputs)]),
+        dict(zip(weights, derivatives[len(inputs) :], strict=True)),
+    )
+
+
+def _torch(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+    import torch
+
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    value = function(*inputs)
+    by = (*inputs, *(weight.value for weight in weights))
+    return value.detach(), torch.autograd.grad(value, by, allow_unused=True)
+
+
+def _jax(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+    import jax
+
+    def stateless(inputs: tuple, values: tuple) -> Any:
+        mapping = list(zip(weights, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
+            return function(*inputs)
+
+    values = tuple(weight.value for weight in weights)
+    value, by = jax.jit(jax.value_and_grad(stateless, argnums=(0, 1)))(inputs, values)
+    return value, (*by[0], *by[1])
+
+
+def _tensorflow(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        value = function(*inputs)
+    derivatives = tape.gradient(value, (*inputs, *(weight.value for weight in weights)))
+    return value, [None if d is None else tf.convert_to_tensor(d) for d in derivatives]
