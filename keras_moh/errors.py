@@ -20,8 +20,9 @@ class UnsupportedError(ValueError):
 
 def invalid_argument(name: str, expected: str, value: Any) -> ValueError:
     """The error for argument `name`, which should have been `expected` and was `value`."""
+    received = " ".join(repr(value).split())  # arrays have lines of their own
     return ValueError(
-        f"Invalid value for argument `{name}`: expected {expected}. Received: {name}={value!r}"
+        f"Invalid value for argument `{name}`: expected {expected}. Received: {name}={received}"
     )
 
 

@@ -58,7 +58,7 @@ from keras_moh.routing import (
     taken_heads,
 )
 from keras_moh.routing.routers import clone_initializer
-from keras_moh.shapes import check_input_shapes, input_shapes, same_shape
+from keras_moh.shapes import check_input_shapes, check_shape, input_shapes, same_shape
 
 
 @keras.saving.register_keras_serializable(package="keras_moh")
@@ -355,7 +355,11 @@ class MoHAttention(keras.layers.Layer):
         Raises:
             ValueError: if the shapes disagree, or a number of features is unknown.
         """
-        query_shape, value_shape, key_shape = input_shapes(query_shape, value_shape, key_shape)
+        query_shape, value_shape, key_shape = input_shapes(
+            check_shape("query_shape", query_shape),
+            check_shape("value_shape", value_shape),
+            check_shape("key_shape", key_shape),
+        )
         rank = len(query_shape)
         self._axes = resolve_attention_axes(self.attention_axes, rank)
         check_input_shapes(query_shape, value_shape, key_shape, batch_axes(self._axes, rank))
@@ -666,6 +670,15 @@ class MoHAttention(keras.layers.Layer):
 
     def _check_call(self, inputs: _Inputs, attention_mask: Any, use_causal_mask: bool) -> None:
         """Check the arguments of a call by their static shapes, which symbolic ones have too."""
+        for name, x in (*inputs._asdict().items(), ("attention_mask", attention_mask)):
+            if x is not None and not hasattr(x, "shape"):
+                raise invalid_argument(name, "a tensor", x)
+        for name in ("query", "value", "key"):
+            dtype = keras.backend.standardize_dtype(getattr(inputs, name).dtype)
+            if not keras.backend.is_float_dtype(dtype):
+                raise ValueError(
+                    f"Argument `{name}` must be of a float dtype. Received: {name}.dtype={dtype}"
+                )
         shapes = input_shapes(inputs.query.shape, inputs.value.shape, inputs.key.shape)
         features = tuple(shape[-1] for shape in shapes)
         if len(shapes[0]) != self._rank or features != self._features:
@@ -776,7 +789,8 @@ def _refuse_cache(cache: Any, cache_update_index: Any) -> None:
     for name, value in (("cache", cache), ("cache_update_index", cache_update_index)):
         if value is not None:
             raise NotImplementedError(
-                f"Argument `{name}` is not implemented yet. Received: a {type(value).__name__}"
+                f"Argument `{name}` is not implemented yet. Received: {name} of type "
+                f"{type(value).__name__}"
             )
 
 
