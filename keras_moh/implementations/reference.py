@@ -16,6 +16,7 @@ from keras import ops
 
 from keras_moh.implementations.spec import AttentionSpec
 from keras_moh.masks import merge, position_mask
+from keras_moh.softmax import softmax
 
 # Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
 _MASKED = -1e30
@@ -66,7 +67,7 @@ def attend(
     )
     # Query heads that share a key/value head stand side by side: G groups of H / G.
     grouped = (batch, query_length, groups, num_heads // groups, key_dim)
-    grouped_query = ops.reshape(query * ops.cast(scale, query.dtype), grouped)
+    grouped_query = ops.reshape(query * scale, grouped)
     scores = ops.einsum("btgrd,bsgd->bgrts", grouped_query, key)
     scores = ops.reshape(scores, (batch, num_heads, query_length, key_length))
     scores = ops.cast(masked_softmax(scores, mask), query.dtype)
@@ -84,6 +85,6 @@ def masked_softmax(scores: Any, mask: Any) -> Any:
     if keras.backend.standardize_dtype(scores.dtype) != "float64":
         scores = ops.cast(scores, "float32")
     if mask is None:
-        return ops.softmax(scores, axis=-1)
-    probabilities = ops.softmax(ops.where(mask, scores, ops.full_like(scores, _MASKED)), axis=-1)
+        return softmax(scores)
+    probabilities = softmax(ops.where(mask, scores, ops.full_like(scores, _MASKED)))
     return ops.where(mask, probabilities, ops.zeros_like(probabilities))

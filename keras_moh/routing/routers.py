@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_moh.errors import constraint, initializer, integer, regularizer
 from keras_moh.routing.routing import Routing, constant_heads
+from keras_moh.softmax import softmax
 
 
 def largest(values: Any, k: int) -> Any:
@@ -248,13 +249,13 @@ class TwoStageRouter(Router):
             return (routing, routing.probabilities) if return_scores else routing
 
         scores = self.routed_scores(inputs)
-        probabilities = ops.softmax(scores, axis=-1)
+        probabilities = softmax(scores)
         candidates = largest(probabilities, self.top_k)
         kept = ops.take_along_axis(probabilities, candidates, axis=-1)
         gates = self.top_k * kept / ops.sum(kept, axis=-1, keepdims=True)
         heads = candidates + self.num_shared_heads
         if self.group_scores is not None:
-            group = 2 * ops.softmax(self.group_scores(inputs), axis=-1)
+            group = 2 * softmax(self.group_scores(inputs))
             gates = ops.concatenate(
                 [group[..., :1] * shared_gates, group[..., 1:] * gates], axis=-1
             )
@@ -270,7 +271,7 @@ class TwoStageRouter(Router):
 
     def _shared_gates(self, inputs: Any) -> Any:
         if self.shared_scores is not None:
-            return self.num_shared_heads * ops.softmax(self.shared_scores(inputs), axis=-1)
+            return self.num_shared_heads * softmax(self.shared_scores(inputs))
         return ops.ones((*ops.shape(inputs)[:-1], self.num_shared_heads), dtype=inputs.dtype)
 
     def get_config(self) -> dict[str, Any]:
