@@ -46,6 +46,7 @@ from keras_moh.folding import (
 from keras_moh.implementations import check_implementation
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
 from keras_moh.masks import merge
+from keras_moh.normalization import HeadLayerNormalization, HeadRMSNormalization
 from keras_moh.projections import head_projection, output_projection
 from keras_moh.routed_attention import routed_attention
 from keras_moh.routing import (
@@ -421,11 +422,7 @@ class MoHAttention(keras.layers.Layer):
         }
 
     def _head_norm(self, name: str) -> keras.layers.Layer:
-        kind = (
-            keras.layers.RMSNormalization
-            if self.qk_norm == "rms"
-            else keras.layers.LayerNormalization
-        )
+        kind = HeadRMSNormalization if self.qk_norm == "rms" else HeadLayerNormalization
         norm = kind(epsilon=1e-5, dtype=self.dtype_policy, name=name)
         norm.build((None, None, None, self.key_dim))
         return norm
