@@ -85,6 +85,7 @@ def routed_attention(
     _check_shapes(query, key, value, routing)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
+    scale = number_in("scale", scale, 0)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)
     dropout = number_in("dropout", dropout, 0, below=1)
     check_implementation(implementation)
