@@ -31,6 +31,22 @@ def set_weights_by_name(layer: keras.Layer, values: Mapping[str, Any]) -> None:
         weights[name].assign(value)
 
 
+def compiled(function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, compiled on JAX, where op by op each new shape takes seconds.
+
+    The function may read `layer.losses` after calling a layer, and returns them or any tensors.
+    """
+    if keras.backend.backend() != "jax":
+        return function(*inputs)
+    import jax
+
+    def stateless(*inputs: Any) -> Any:
+        with keras.StatelessScope(collect_losses=True):
+            return function(*inputs)
+
+    return jax.jit(stateless)(*inputs)
+
+
 class Gradients(NamedTuple):
     """A scalar and its derivatives, as NumPy; zeros by what it does not depend on."""
 
