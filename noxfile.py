@@ -1,0 +1,129 @@
+"""Every check of this project. `nox -l` lists them; `nox` alone runs lint, types and tests.
+
+Each session has an environment of its own under `.nox/`, which the next run reuses, with the
+versions that `constraints.txt` pins. Outside the checkout pip keeps its downloads, nothing else.
+"""
+
+import argparse
+import platform
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"  # with pip, whatever else is installed
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+# On the platforms that have it, tensorflow-cpu is TensorFlow at a fraction of the download.
+HAS_TENSORFLOW_CPU = sys.platform == "linux" and platform.machine() == "x86_64"
+FRAMEWORKS = {
+    "torch": "torch",
+    "jax": "jax",
+    "tensorflow": "tensorflow-cpu" if HAS_TENSORFLOW_CPU else "tensorflow",
+}
+each_backend = nox.parametrize("backend", list(FRAMEWORKS))
+
+# The tests are many and small, so they run in one process a core with one thread each.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NPROC": "1",  # XLA's thread pool
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+}
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install into the session's environment, at the pinned versions."""
+    session.install("--constraint", "constraints.txt", *requirements)
+
+
+def keras_environment(session: nox.Session, backend: str) -> dict[str, str]:
+    """What a process needs to use `backend`, whatever the user's own Keras is configured to do."""
+    return {
+        "KERAS_BACKEND": backend,
+        "KERAS_HOME": str(session.cache_dir / "keras"),  # else ~/.keras, with its keras.json
+        "MPLBACKEND": "agg",
+        "MPLCONFIGDIR": str(session.cache_dir / "matplotlib"),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train a small MoH vision transformer, on JAX or on what `-- --backend` names."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--backend", choices=FRAMEWORKS, default="jax")
+    options, arguments = parser.parse_known_args(session.posargs)
+
+    # Not editable: this is the package as a user gets it.
+    install(session, ".[examples]", FRAMEWORKS[options.backend])
+    session.run(
+        *("python", "examples/vit_digits.py", "--backend", options.backend, *arguments),
+        env=keras_environment(session, options.backend),
+    )
+
+
+@nox.session
+@each_backend
+def tests(session: nox.Session, backend: str) -> None:
+    """Test one backend, in an environment with no other; arguments after `--` go to pytest."""
+    install(session, "--editable", ".[test]", FRAMEWORKS[backend])
+    environment = {
+        **keras_environment(session, backend),
+        **ONE_THREAD,
+        "KERAS_MOH_EXPECTED_BACKEND": backend,
+        "JAX_ENABLE_X64": "0",
+    }
+    everything = [
+        "--numprocesses=auto",
+        "--maxprocesses=4",
+        "--doctest-modules",
+        "tests",
+        "keras_moh",
+    ]
+    pytest = ["python", "-m", "pytest", *(session.posargs or everything)]
+
+    if backend != "jax":
+        session.run(*pytest, env=environment)
+        return
+    # JAX has float64 in all of a process or in none of it: its float64 tests have one of their own.
+    # A selection of yours may lie wholly in one of the two: pytest's 5 says it found no test.
+    success_codes = [0, 5] if session.posargs else [0]
+    session.run(*pytest, env=environment, success_codes=success_codes)
+    session.run(*pytest, env=environment | {"JAX_ENABLE_X64": "1"}, success_codes=success_codes)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check format and style; `ruff format` and `ruff check --fix` mend most of what it finds."""
+    install(session, "ruff")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the package's types."""
+    install(session, "mypy", "numpy")  # of what the package imports, only NumPy is typed
+    session.run("mypy", "keras_moh", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link or reference fails."""
+    # The pages are made from the source's text, so nothing of it need be importable.
+    install(session, "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+@nox.session
+@each_backend
+def benchmarks(session: nox.Session, backend: str) -> None:
+    """Measure one backend; arguments after `--` go to `python -m benchmarks`."""
+    install(session, "--editable", ".", FRAMEWORKS[backend])
+    session.run(
+        "python", "-m", "benchmarks", *session.posargs, env=keras_environment(session, backend)
+    )
