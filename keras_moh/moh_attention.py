@@ -445,12 +445,14 @@ class MoHAttention(keras.layers.Layer):
     ) -> Any:
         """Attend; see the class for arguments and results."""
         _refuse_cache(cache, cache_update_index)
+        is_self_attention = value is None
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
         self._check_call(inputs, attention_mask, use_causal_mask)
         query, value, key, query_mask, value_mask, key_mask = inputs
         mask = merge(
             self._folded_attention_mask(attention_mask, query, key),
             self._folded_padding(query_mask, (1, 3)),
+            self._folded_padding(query_mask, (1, 2)) if is_self_attention else None,
             self._folded_padding(value_mask, (1, 2)),
             self._folded_padding(key_mask, (1, 2)),
         )
@@ -772,7 +774,6 @@ def _with_defaults(
         query_mask = attached_mask(query)
     if value is None:
         value = query
-        value_mask = query_mask if value_mask is None else value_mask
     elif value_mask is None:
         value_mask = attached_mask(value)
     if key is None:
