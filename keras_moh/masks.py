@@ -19,6 +19,21 @@ def merge(*masks: Any) -> Any:
     return merged
 
 
+def as_boolean(mask: Any) -> Any:
+    """A mask of zeros and ones as a boolean one; `None` is passed through."""
+    return None if mask is None else ops.cast(mask, "bool")
+
+
+def without_padding(x: Any, mask: Any) -> Any:
+    """`x (..., D)` with zeros at the tokens that the boolean mask `(...)`, if any, leaves out.
+
+    What a padded token holds might overflow in a projection, and infinity times 0 is no number.
+    """
+    if mask is None:
+        return x
+    return ops.where(ops.expand_dims(mask, -1), x, ops.zeros_like(x))
+
+
 def position_mask(
     query_length: Any,
     key_length: Any,

@@ -45,7 +45,7 @@ from keras_moh.folding import (
 )
 from keras_moh.implementations import check_implementation
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
-from keras_moh.masks import merge
+from keras_moh.masks import as_boolean, merge, without_padding
 from keras_moh.normalization import HeadLayerNormalization, HeadRMSNormalization
 from keras_moh.projections import head_projection, output_projection
 from keras_moh.routed_attention import routed_attention
@@ -449,11 +449,13 @@ class MoHAttention(keras.layers.Layer):
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
         self._check_call(inputs, attention_mask, use_causal_mask)
         query, value, key, query_mask, value_mask, key_mask = inputs
+        query_mask = as_boolean(query_mask)
+        key_mask = merge(
+            query_mask if is_self_attention else None, as_boolean(value_mask), as_boolean(key_mask)
+        )
         mask = merge(
             self._folded_attention_mask(attention_mask, query, key),
             self._folded_padding(query_mask, (1, 3)),
-            self._folded_padding(query_mask, (1, 2)) if is_self_attention else None,
-            self._folded_padding(value_mask, (1, 2)),
             self._folded_padding(key_mask, (1, 2)),
         )
         # The seed is drawn here, once: a rematerialized computation may not change the generator,
@@ -467,6 +469,8 @@ class MoHAttention(keras.layers.Layer):
                 query,
                 value,
                 key,
+                query_mask=query_mask,
+                key_mask=key_mask,
                 mask=mask,
                 is_causal=use_causal_mask,
                 dropout=self.dropout if drop else 0.0,
@@ -486,7 +490,7 @@ class MoHAttention(keras.layers.Layer):
         if training and self.top_k:
             self._add_losses(results["routing"], results.get("router_scores"), query_mask)
         if query_mask is not None:
-            attach_mask(results["output"], ops.cast(query_mask, "bool"))
+            attach_mask(results["output"], query_mask)
         returned = ["output"]
         if return_attention_scores:
             returned.append("attention_scores")
@@ -500,6 +504,8 @@ class MoHAttention(keras.layers.Layer):
         value: Any,
         key: Any,
         *,
+        query_mask: Any,
+        key_mask: Any,
         mask: Any,
         is_causal: bool,
         dropout: float,
@@ -517,9 +523,9 @@ class MoHAttention(keras.layers.Layer):
             routing = self.router(query)
         results["routing"] = routing
 
-        query_heads = self._query_dense(query)
-        key_heads = self._key_dense(key)
-        value_heads = self._value_dense(value)
+        query_heads = self._query_dense(without_padding(query, query_mask))
+        key_heads = self._key_dense(without_padding(key, key_mask))
+        value_heads = self._value_dense(without_padding(value, key_mask))
         if self.qk_norm:
             query_heads, key_heads = self.query_norm(query_heads), self.key_norm(key_heads)
 
@@ -556,8 +562,7 @@ class MoHAttention(keras.layers.Layer):
         """A padding mask `(B, T)` or `(B, S)` with axes of length 1, to broadcast to the scores."""
         if mask is None:
             return None
-        folded = fold(ops.cast(mask, "bool"), self._axes, len(mask.shape) + 1)
-        return ops.expand_dims(folded, new_axes)
+        return ops.expand_dims(fold(mask, self._axes, len(mask.shape) + 1), new_axes)
 
     def _add_losses(self, routing: Routing, router_scores: Any, query_mask: Any) -> None:
         if self.balance_loss_weight:
