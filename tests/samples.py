@@ -29,9 +29,9 @@ class Noise(keras.initializers.Initializer):
         return {"seed": self.seed}
 
 
-def moh_attention(seed: int = 0, **arguments: Any) -> MoHAttention:
-    """A small layer, biases included with weights that are not zero."""
-    noise = {"kernel_initializer": Noise(seed), "bias_initializer": Noise(seed + 1)}
+def moh_attention(weights: int = 0, **arguments: Any) -> MoHAttention:
+    """A small layer with noise for weights, biases included: other noise for other `weights`."""
+    noise = {"kernel_initializer": Noise(weights), "bias_initializer": Noise(weights + 1)}
     return MoHAttention(**{**ARGUMENTS, **noise, **arguments})
 
 

@@ -120,7 +120,7 @@ def test_one_loss_a_step_of_time_distributed():
 
 def test_losses_of_several_layers_are_summed():
     first = moh_attention(**WEIGHTS)
-    second = moh_attention(seed=2, balance_loss_weight=0.2, top_k=3)
+    second = moh_attention(weights=2, balance_loss_weight=0.2, top_k=3)
     plain = moh_attention(router=None, num_shared_heads=None, top_k=None)
     x = floats(B, T, D)
     model = functional(lambda x: keras.layers.add([first(x), plain(x), second(double(x))]))
