@@ -1,0 +1,243 @@
+"""Mixture-of-Head attention (arXiv 2410.11842) in NumPy and float64, slowly and plainly.
+
+Written from the mathematics, head by head and loop by loop, to compare the package with; it shares
+no code with it. Names of shapes: `B` batch, `T` queries, `S` keys, `D` features, `H` heads, `G`
+key/value heads, `d` and `dv` widths, `E` routed candidates. Weights come by name, in the shapes
+that the layer gives them (`"query/kernel"`: `(D, H, d)`).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+class Routing(NamedTuple):
+    """The routing of `(..., D)` tokens, over all heads or all candidates."""
+
+    gates: np.ndarray  # (..., H), 0 where a head is not taken
+    taken: np.ndarray  # (..., H)
+    probabilities: np.ndarray  # (..., E)
+    scores: np.ndarray  # (..., E)
+
+    def margin(self, num_shared_heads: int) -> float:
+        """The smallest gap, of any token, between the last candidate taken and the first left."""
+        taken = self.taken[..., num_shared_heads:]
+        if taken.all():
+            return np.inf
+        last = np.where(taken, self.probabilities, np.inf).min(axis=-1)
+        first = np.where(taken, -np.inf, self.probabilities).max(axis=-1)
+        return float((last - first).min())
+
+
+def route(
+    x: np.ndarray, weights: Mapping[str, np.ndarray], H: int, num_shared_heads: int, top_k: int
+) -> Routing:
+    """The two-stage router; the lowest candidate wins a tie."""
+    E = H - num_shared_heads
+    tokens = x.shape[:-1]
+    gates, taken = np.zeros((*tokens, H)), np.zeros((*tokens, H), bool)
+    scores = np.zeros((*tokens, E))
+    if top_k:
+        scores = x @ weights["routed_scores/kernel"]
+    probabilities = softmax(scores) if top_k else scores
+
+    for token in np.ndindex(*tokens):
+        routed_factor = shared_factor = 1.0
+        if top_k and num_shared_heads:
+            shared_factor, routed_factor = 2 * softmax(x[token] @ weights["group_scores/kernel"])
+        if num_shared_heads == 1:
+            gates[token][0] = shared_factor
+        elif num_shared_heads > 1:
+            shared = softmax(x[token] @ weights["shared_scores/kernel"])
+            gates[token][:num_shared_heads] = shared_factor * num_shared_heads * shared
+        taken[token][:num_shared_heads] = True
+
+        p = probabilities[token]
+        best = sorted(range(E), key=lambda e: (-p[e], e))[:top_k]
+        for e in best:
+            gates[token][num_shared_heads + e] = routed_factor * top_k * p[e] / p[best].sum()
+            taken[token][num_shared_heads + e] = True
+    return Routing(gates, taken, probabilities, scores)
+
+
+def load_balancing_loss(
+    probabilities: np.ndarray,
+    taken: np.ndarray,
+    valid: np.ndarray | None = None,
+    fraction: np.ndarray | None = None,
+) -> float:
+    """`E * sum_e P_e f_e`, of candidates; a given `fraction` takes the place of `f`."""
+    if valid is None:
+        valid = np.ones(probabilities.shape[:-1], bool)
+    if not valid.any():
+        return 0.0
+    E = probabilities.shape[-1]
+    if fraction is None:
+        fraction = taken[valid].mean(axis=0)
+    return E * float(probabilities[valid].mean(axis=0) @ fraction)
+
+
+def router_z_loss(scores: np.ndarray, valid: np.ndarray | None = None) -> float:
+    """The mean over valid tokens of the squared logarithm of the softmax's denominator."""
+    if valid is None:
+        valid = np.ones(scores.shape[:-1], bool)
+    if not valid.any():
+        return 0.0
+    return float((np.log(np.exp(scores[valid]).sum(axis=-1)) ** 2).mean())
+
+
+def allowed(
+    T: int,
+    S: int,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | None = None,
+) -> np.ndarray:
+    """`(T, S)`: where positions alone let a query attend to a key."""
+    mask = np.ones((T, S), bool)
+    for t in range(T):
+        for s in range(S):
+            if is_causal and s > t + causal_offset:
+                mask[t, s] = False
+            if sliding_window is not None and abs(t + causal_offset - s) >= sliding_window:
+                mask[t, s] = False
+    return mask
+
+
+def attend(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    mask: np.ndarray,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ungated outputs `(B, T, H, dv)` and scores `(B, H, T, S)`; 0 in a row without a key."""
+    B, T, H, d = query.shape
+    S, G = key.shape[1:3]
+    if scale is None:
+        scale = d**-0.5
+    mask = np.broadcast_to(mask, (B, H, T, S))
+    outputs, scores = np.zeros((B, T, H, value.shape[-1])), np.zeros((B, H, T, S))
+    for b, h, t in np.ndindex(B, H, T):
+        keys = np.flatnonzero(mask[b, h, t])
+        if keys.size:
+            g = h // (H // G)
+            scores[b, h, t, keys] = softmax(scale * key[b, keys, g] @ query[b, t, h])
+            outputs[b, t, h] = scores[b, h, t] @ value[b, :, g]
+    return outputs, scores
+
+
+class Output(NamedTuple):
+    """What the layer computes."""
+
+    output: np.ndarray
+    scores: np.ndarray
+    routing: Routing
+    balance_loss: float
+    z_loss: float
+
+
+def layer(
+    weights: Mapping[str, Any],
+    query: np.ndarray,
+    value: np.ndarray | None = None,
+    key: np.ndarray | None = None,
+    *,
+    num_shared_heads: int | None = None,
+    top_k: int = 0,
+    qk_norm: bool | str = False,
+    query_mask: np.ndarray | None = None,
+    value_mask: np.ndarray | None = None,
+    key_mask: np.ndarray | None = None,
+    attention_mask: np.ndarray | None = None,
+    use_causal_mask: bool = False,
+    sliding_window: int | None = None,
+    fraction: np.ndarray | None = None,
+) -> Output:
+    """The whole layer on inputs `(B, T, D)`; `num_shared_heads=None` is plain attention.
+
+    The balancing loss holds the fraction of tokens by which a head is taken for a constant, which
+    differences of outputs do not know: `fraction` gives it.
+    """
+    weights = {name: np.asarray(array, "float64") for name, array in weights.items()}
+    query = query.astype("float64")
+    value, value_mask = (
+        (query, _both(query_mask, value_mask))
+        if value is None
+        else (
+            value.astype("float64"),
+            value_mask,
+        )
+    )
+    key = value if key is None else key.astype("float64")
+
+    def project(name: str, x: np.ndarray) -> np.ndarray:
+        heads = np.einsum("btd,dhe->bthe", x, weights[f"{name}/kernel"])
+        return heads + weights.get(f"{name}/bias", 0)
+
+    q, k, v = project("query", query), project("key", key), project("value", value)
+    if qk_norm:
+        q, k = _norm(q, "query_norm", weights, qk_norm), _norm(k, "key_norm", weights, qk_norm)
+    (B, T, H, _), S = q.shape, k.shape[1]
+
+    mask = np.broadcast_to(allowed(T, S, use_causal_mask, 0, sliding_window), (B, H, T, S))
+    if query_mask is not None:
+        mask = mask & query_mask[:, None, :, None]
+    for padding in (value_mask, key_mask):
+        if padding is not None:
+            mask = mask & padding[:, None, None, :]
+    if attention_mask is not None:
+        if attention_mask.ndim == 3:
+            attention_mask = attention_mask[:, None]
+        mask = mask & attention_mask
+
+    if num_shared_heads is None:
+        routing = Routing(
+            np.ones((B, T, H)), np.ones((B, T, H), bool), np.zeros((B, T, 0)), np.zeros((B, T, 0))
+        )
+        num_shared_heads = H
+    else:
+        router = {
+            name.removeprefix("router/"): array
+            for name, array in weights.items()
+            if name.startswith("router/")
+        }
+        routing = route(query, router, H, num_shared_heads, top_k)
+
+    heads, scores = attend(q, k, v, mask)
+    output_kernel = weights["attention_output/kernel"]
+    output = np.zeros((B, T, *output_kernel.shape[2:]))
+    for h in range(H):
+        gated = routing.gates[..., h, None] * heads[:, :, h]
+        output += np.tensordot(gated, output_kernel[h], axes=1)
+    output = output + weights.get("attention_output/bias", 0)
+
+    losses = (0.0, 0.0)
+    if top_k:
+        taken = routing.taken[..., num_shared_heads:]
+        losses = (
+            load_balancing_loss(routing.probabilities, taken, query_mask, fraction),
+            router_z_loss(routing.scores, query_mask),
+        )
+    return Output(output, scores, routing, *losses)
+
+
+def _both(*masks: np.ndarray | None) -> np.ndarray | None:
+    masks = tuple(mask for mask in masks if mask is not None)
+    return np.logical_and.reduce(masks) if masks else None
+
+
+def _norm(
+    x: np.ndarray, name: str, weights: Mapping[str, np.ndarray], kind: bool | str
+) -> np.ndarray:
+    if kind == "rms":
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * weights[f"{name}/scale"]
+    x = x - x.mean(axis=-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5)
+    return x * weights[f"{name}/gamma"] + weights[f"{name}/beta"]

@@ -1,0 +1,479 @@
+"""`MoHAttention` against an independent computation in NumPy, over shapes, masks and dtypes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from keras import ops
+
+import keras_moh
+from tests import oracle
+from tests.helpers import compiled, gradients, set_weights_by_name, to_numpy, weights_by_name
+from tests.samples import floats, moh_attention
+
+# Every drawn shape is compiled anew on JAX, which takes a second.
+EXAMPLES = 20 if keras.backend.backend() == "jax" else 50
+LENGTHS = (1, 2, 3, 5, 7, 11, 13)
+# Heads and key/value heads: attention with many, with grouped and with a single one.
+HEADS = ((1, 1), (2, 1), (3, 3), (4, 2), (5, 5), (6, 2), (6, 3), (7, 1), (8, 4))
+ROUTER_MARGIN = 1e-6  # probabilities nearer than this may be swapped by float32
+# Relative to the largest entry. Of the 8 and 11 bits of the half dtypes, logits lose some more.
+TOLERANCES = {
+    "float64": 1e-12,
+    "float32": 1e-5,
+    "mixed_float16": 5e-3,
+    "mixed_bfloat16": 4e-2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer and a call of it, by shapes, choices and a seed: the numbers follow from them."""
+
+    arguments: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]  # of query[, value[, key]]
+    mask_shapes: dict[str, tuple[int, ...]]
+    density: float  # of the masks: how likely an entry is True
+    call: dict[str, Any]
+    seed: int
+
+    def layer(self, dtype: str, **arguments: Any) -> keras_moh.MoHAttention:
+        """The layer, its weights in steps of 1/256 that every dtype here holds exactly."""
+        layer = moh_attention(**self.arguments, dtype=dtype, **arguments)
+        layer.build(*self.shapes)
+        set_weights_by_name(
+            layer,
+            {
+                name: 0.25 * floats(*weight.shape, seed=self.seed + index)
+                for index, (name, weight) in enumerate(weights_by_name(layer).items())
+            },
+        )
+        return layer
+
+    @property
+    def inputs(self) -> list[np.ndarray]:
+        return [floats(*shape, seed=self.seed - index) for index, shape in enumerate(self.shapes)]
+
+    @property
+    def masks(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(self.seed)
+        return {
+            name: random.random(shape) < self.density for name, shape in self.mask_shapes.items()
+        }
+
+    def expected(
+        self, layer: keras_moh.MoHAttention, inputs: list[np.ndarray] | None = None, **weights: Any
+    ) -> oracle.Output:
+        arguments = {
+            name: self.arguments.get(name)
+            for name in ("num_shared_heads", "top_k", "qk_norm", "sliding_window")
+        }
+        if self.arguments["router"] is None:
+            arguments |= {"num_shared_heads": None, "top_k": 0}
+        weights = {n: to_numpy(weight) for n, weight in weights_by_name(layer).items()} | weights
+        return oracle.layer(
+            weights, *(inputs or self.inputs), **arguments, **self.masks, **self.call
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    T, S, D, D_value, D_key, d, dv = draw(st.permutations(LENGTHS))
+    B = draw(st.integers(1, 3))
+    H, G = draw(st.sampled_from(HEADS))
+    num_shared_heads = draw(st.integers(0, H))
+    top_k = draw(st.integers(1, H - num_shared_heads)) if num_shared_heads < H else 0
+    router = draw(st.sampled_from(["two_stage", "two_stage", "two_stage", None]))
+
+    shapes = [(B, T, D), (B, S, D_value), (B, S, D_key)][: draw(st.integers(1, 3))]
+    S = S if len(shapes) > 1 else T
+    full = (B, H, T, S)
+    attention_shape = [draw(st.sampled_from([1, length])) for length in full]
+    available = {
+        "query_mask": (B, T),
+        "value_mask": (B, S),
+        "key_mask": (B, S),
+        "attention_mask": draw(
+            st.sampled_from([tuple(attention_shape), (B, *attention_shape[2:]), (T, S)])
+        ),
+    }
+    arguments = {
+        "num_heads": H,
+        "num_key_value_heads": G,
+        "key_dim": d,
+        "value_dim": draw(st.sampled_from([None, dv])),
+        "output_shape": draw(st.sampled_from([None, 3, (3, 2)])),
+        "use_bias": draw(st.booleans()),
+        "sliding_window": draw(st.none() | st.integers(1, max(T, S))),
+        # Of a short vector the variance may be tiny, and the norm then magnifies rounding.
+        "qk_norm": draw(st.sampled_from([False, True, "rms"])) if d >= 5 else False,
+        "router": router,
+        "num_shared_heads": num_shared_heads if router else None,
+        "top_k": top_k if router else None,
+        "balance_loss_weight": 1.0,
+        "z_loss_weight": 1.0 if router else 0.0,
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(available))))
+    return Case(
+        arguments,
+        tuple(shapes),
+        {name: available[name] for name in sorted(chosen)},
+        draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])),
+        {"use_causal_mask": draw(st.booleans())},
+        draw(st.integers(10, 2**16)),
+    )
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float, name: str) -> None:
+    expected = np.asarray(expected)
+    size = max(np.abs(expected).max(initial=0), 1.0)
+    np.testing.assert_allclose(
+        to_numpy(actual), expected, rtol=0, atol=tolerance * size, err_msg=name
+    )
+
+
+def check_routing(
+    routing: keras_moh.Routing, expected: oracle.Routing, tolerance: float, valid: Any = ...
+) -> None:
+    """Compare the routing of the valid tokens."""
+    heads, gates, probabilities = (to_numpy(part)[valid] for part in routing)
+    assert heads.dtype == "int32"
+    taken = np.nonzero(expected.taken[valid])[-1].reshape(heads.shape)
+    np.testing.assert_array_equal(heads, taken)
+    expected_gates = np.take_along_axis(expected.gates[valid], taken, axis=-1)
+    assert_close(gates, expected_gates, tolerance, "gates")
+    assert probabilities.shape == expected.probabilities[valid].shape
+    assert_close(probabilities, expected.probabilities[valid], tolerance, "probabilities")
+
+
+def check_layer(case: Case, dtype: str) -> None:
+    layer = case.layer(dtype)
+    expected = case.expected(layer)
+    hypothesis.assume(expected.routing.margin(layer.num_shared_heads) > ROUTER_MARGIN)
+
+    def call(*inputs: Any) -> Any:
+        results = layer(
+            *inputs,
+            **case.masks,
+            **case.call,
+            return_attention_scores=True,
+            return_routing=True,
+            training=True,
+        )
+        return *results, layer.losses
+
+    float_dtype = "float64" if dtype == "float64" else "float32"
+    inputs = [ops.convert_to_tensor(x, float_dtype) for x in case.inputs]
+    output, scores, routing, losses = compiled(call, *inputs)
+
+    tolerance = TOLERANCES[dtype]
+    assert keras.backend.standardize_dtype(output.dtype) == layer.compute_dtype
+    assert_close(output, expected.output, tolerance, "output")
+    assert_close(scores, expected.scores, tolerance, "scores")
+
+    # Whatever the dtype policy: heads, gates and losses are of full precision.
+    precise = TOLERANCES[float_dtype]
+    assert keras.backend.standardize_dtype(routing.gates.dtype) == float_dtype
+    # How a padded token would be routed is nobody's business.
+    valid = case.masks.get("query_mask", np.ones(case.shapes[0][:2], bool))
+    check_routing(routing, expected.routing, precise, valid)
+    if layer.top_k:
+        balance_loss, z_loss = losses
+        assert_close(balance_loss, expected.balance_loss, precise, "balance loss")
+        assert_close(z_loss, expected.z_loss, precise, "z loss")
+    else:
+        assert losses == []
+
+
+@hypothesis.settings(max_examples=EXAMPLES)
+@hypothesis.given(cases())
+def test_layer_in_float32(case: Case) -> None:
+    check_layer(case, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+@hypothesis.settings(max_examples=EXAMPLES // 2)
+@hypothesis.given(cases())
+def test_layer_in_half_precision(dtype: str, case: Case) -> None:
+    check_layer(case, dtype)
+
+
+@pytest.mark.float64
+@hypothesis.settings(max_examples=EXAMPLES)
+@hypothesis.given(cases())
+def test_layer_in_float64(case: Case) -> None:
+    check_layer(case, "float64")
+
+
+# The router, at the limits of its arguments: (H, H_s, k).
+ROUTERS = [
+    (1, 1, 0),  # a single shared head
+    (1, 0, 1),  # a single candidate
+    (5, 5, 0),  # all shared
+    (5, 0, 1),
+    (5, 0, 5),  # all candidates taken
+    (5, 1, 1),  # one shared head has no scores
+    (5, 1, 4),
+    (5, 4, 1),  # one candidate beside shared heads
+    (7, 3, 2),
+    (13, 2, 5),
+]
+
+
+def check_router(num_heads: int, num_shared_heads: int, top_k: int, dtype: str) -> None:
+    router = keras_moh.TwoStageRouter(num_heads, num_shared_heads, top_k, dtype=dtype)
+    x = floats(2, 3, 11, seed=num_heads)
+    router.build(x.shape)
+    weights = {
+        name: 0.25 * floats(*weight.shape, seed=index)
+        for index, (name, weight) in enumerate(weights_by_name(router).items())
+    }
+    set_weights_by_name(router, weights)
+    expected = oracle.route(x.astype("float64"), weights, num_heads, num_shared_heads, top_k)
+    routing = compiled(router, ops.convert_to_tensor(x, dtype))
+
+    assert expected.margin(num_shared_heads) > ROUTER_MARGIN
+    assert routing.heads.shape == (2, 3, num_shared_heads + top_k)
+    assert routing.probabilities.shape == (2, 3, num_heads - num_shared_heads)
+    check_routing(routing, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("num_heads", "num_shared_heads", "top_k"), ROUTERS)
+def test_router_in_float32(num_heads: int, num_shared_heads: int, top_k: int) -> None:
+    check_router(num_heads, num_shared_heads, top_k, "float32")
+
+
+@pytest.mark.float64
+@pytest.mark.parametrize(("num_heads", "num_shared_heads", "top_k"), ROUTERS)
+def test_router_in_float64(num_heads: int, num_shared_heads: int, top_k: int) -> None:
+    check_router(num_heads, num_shared_heads, top_k, "float64")
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8, 17])
+@pytest.mark.parametrize("distinct", [1, 2, 3])
+def test_equal_probabilities_take_the_lowest_heads(top_k: int, distinct: int) -> None:
+    """Candidates in `distinct` classes of equal kernels: all tie, or many at the boundary do."""
+    E, D = 18, 5
+    router = keras_moh.TwoStageRouter(E + 1, 1, top_k)
+    x = floats(3, 7, D)
+    router.build(x.shape)
+    weights = {
+        "routed_scores/kernel": floats(D, distinct, seed=1)[:, np.arange(E) % distinct],
+        "group_scores/kernel": floats(D, 2, seed=2),
+    }
+    set_weights_by_name(router, weights)
+    expected = oracle.route(x.astype("float64"), weights, E + 1, 1, top_k)
+    routing = compiled(router, ops.convert_to_tensor(x))
+
+    assert expected.margin(1) == 0
+    taken = np.nonzero(expected.taken)[-1].reshape(3, 7, top_k + 1)
+    np.testing.assert_array_equal(to_numpy(routing.heads), taken)
+    if distinct == 1:
+        np.testing.assert_array_equal(taken, np.broadcast_to(np.arange(top_k + 1), taken.shape))
+
+
+@pytest.mark.parametrize("valid", [None, "some", "none"])
+def test_losses(valid: str | None) -> None:
+    scores = floats(2, 5, 7)
+    probabilities = oracle.softmax(scores).astype("float32")
+    taken = np.argsort(np.argsort(-scores, kind="stable", axis=-1), axis=-1) < 3
+    mask = {None: None, "some": np.arange(5) < [[2], [4]], "none": np.zeros((2, 5), bool)}[valid]
+
+    balance_loss = keras_moh.load_balancing_loss(probabilities, taken, mask)
+    z_loss = keras_moh.router_z_loss(scores, mask)
+
+    assert_close(
+        balance_loss, oracle.load_balancing_loss(probabilities, taken, mask), 1e-6, "balance loss"
+    )
+    assert_close(z_loss, oracle.router_z_loss(scores, mask), 1e-6, "z loss")
+    if valid == "none":
+        assert float(balance_loss) == float(z_loss) == 0
+
+
+# Layers and calls that have every parameter between them, to differentiate.
+B, T, S, D = 2, 3, 5, 7
+PLAIN = {"num_heads": 5, "key_dim": 3, "balance_loss_weight": 0.5, "z_loss_weight": 0.25}
+GRADIENT_CASES = {
+    "shared and routed heads, causal": Case(
+        {**PLAIN, "router": "two_stage", "num_shared_heads": 2, "top_k": 2},
+        ((B, T, D),),
+        {},
+        1.0,
+        {"use_causal_mask": True},
+        seed=11,
+    ),
+    "one shared head, layer norm, groups, cross-attention, padding": Case(
+        {
+            **PLAIN,
+            "router": "two_stage",
+            "num_heads": 4,
+            "num_key_value_heads": 2,
+            "num_shared_heads": 1,
+            "top_k": 2,
+            "key_dim": 5,
+            "value_dim": 3,
+            "qk_norm": True,
+        },
+        ((B, T, D), (B, S, 2), (B, S, 1)),
+        {"query_mask": (B, T), "value_mask": (B, S), "key_mask": (B, S)},
+        0.8,
+        {},
+        seed=12,
+    ),
+    "routed heads only, RMS norm, one key/value head, window": Case(
+        {
+            **PLAIN,
+            "router": "two_stage",
+            "num_key_value_heads": 1,
+            "num_shared_heads": 0,
+            "top_k": 3,
+            "qk_norm": "rms",
+            "output_shape": (3, 2),
+            "sliding_window": 2,
+        },
+        ((B, T, D), (B, S, D)),
+        {},
+        1.0,
+        {},
+        seed=13,
+    ),
+    "shared heads only, rows without a key": Case(
+        {**PLAIN, "router": "two_stage", "num_shared_heads": 5, "top_k": 0, "use_bias": False},
+        ((B, T, D), (B, S, D)),
+        {"attention_mask": (B, 5, T, S)},
+        0.2,
+        {},
+        seed=14,
+    ),
+    "no router": Case(
+        {**PLAIN, "router": None, "z_loss_weight": 0.0, "num_shared_heads": None, "top_k": None},
+        ((B, T, D), (B, S, D)),
+        {"attention_mask": (T, S)},
+        0.5,
+        {},
+        seed=15,
+    ),
+}
+
+
+@functools.cache
+def differences(name: str) -> dict[str, np.ndarray]:
+    """Central differences of the oracle's loss, by every entry of every weight and input."""
+    case = GRADIENT_CASES[name]
+    layer = case.layer("float32")
+    point = {n: to_numpy(weight).astype("float64") for n, weight in weights_by_name(layer).items()}
+    point |= {f"input {i}": x.astype("float64") for i, x in enumerate(case.inputs)}
+    routing = case.expected(layer).routing
+    fraction = None
+    if layer.top_k:
+        valid = case.masks.get("query_mask", np.ones((B, T), bool))
+        fraction = routing.taken[valid][:, layer.num_shared_heads :].mean(axis=0)
+
+    def loss() -> float:
+        weights = {n: array for n, array in point.items() if not n.startswith("input")}
+        inputs = [array for n, array in point.items() if n.startswith("input")]
+        expected = case.expected(layer, inputs, fraction=fraction, **weights)
+        np.testing.assert_array_equal(expected.routing.taken, routing.taken)
+        losses = 0.5 * expected.balance_loss + 0.25 * expected.z_loss
+        return float((expected.output * cotangent(expected.output.shape)).sum() + losses)
+
+    step = 1e-5
+    derivatives = {}
+    for n, array in point.items():
+        derivatives[n] = np.zeros_like(array)
+        for index in np.ndindex(array.shape):
+            here, values = array[index], []
+            for x in (here + step, here - step):
+                array[index] = x
+                values.append(loss())
+            array[index] = here
+            derivatives[n][index] = (values[0] - values[1]) / (2 * step)
+    return derivatives
+
+
+def cotangent(shape: tuple[int, ...]) -> np.ndarray:
+    return floats(*shape, seed=99)
+
+
+def check_gradients(name: str, dtype: str, tolerance: float) -> None:
+    case, expected = GRADIENT_CASES[name], differences(name)
+    layer = case.layer(dtype)
+
+    def loss(*inputs: Any) -> Any:
+        output = layer(*inputs, **case.masks, **case.call, training=True)
+        weights = ops.convert_to_tensor(cotangent(output.shape), dtype)
+        return ops.sum(output * weights) + sum(layer.losses)
+
+    inputs = [ops.convert_to_tensor(x, dtype) for x in case.inputs]
+    _, by_inputs, by_weights = gradients(loss, inputs, layer)
+    actual = by_weights | {f"input {i}": gradient for i, gradient in enumerate(by_inputs)}
+    assert set(actual) == set(expected)
+    for parameter, gradient in actual.items():
+        assert_close(gradient, expected[parameter], tolerance, parameter)
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_in_float32(name: str) -> None:
+    check_gradients(name, "float32", tolerance=2e-5)
+
+
+@pytest.mark.float64
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_in_float64(name: str) -> None:
+    check_gradients(name, "float64", tolerance=1e-8)
+
+
+def test_gradients_cover_every_parameter() -> None:
+    names = set().union(*(differences(name) for name in GRADIENT_CASES))
+    projections = ("query", "key", "value", "attention_output")
+    assert names >= {f"{name}/{kind}" for name in projections for kind in ("kernel", "bias")}
+    assert names >= {
+        f"{name}_norm/{kind}" for name in ("query", "key") for kind in ("gamma", "beta")
+    }
+    assert names >= {"query_norm/scale", "key_norm/scale"}
+    routers = ("routed_scores", "shared_scores", "group_scores")
+    assert names >= {f"router/{name}/kernel" for name in routers}
+    assert names >= {"input 0", "input 1", "input 2"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_gradients_are_finite_where_no_key_is_left(dtype: str) -> None:
+    layer = moh_attention(qk_norm=True, dtype=dtype)
+    x = floats(2, 5, 11)
+    layer.build(x.shape)
+    mask = np.zeros((2, 5, 5), bool)
+    mask[1, 3:, :2] = True
+
+    def loss(x: Any) -> Any:
+        return ops.sum(ops.cast(layer(x, attention_mask=mask, training=True), "float32"))
+
+    _, (by_x,), by_weights = gradients(loss, [x], layer)
+    for name, gradient in {"x": by_x, **by_weights}.items():
+        assert np.isfinite(gradient).all(), name
+    # The first sequence has no key at all: no value of it reaches any output.
+    assert (by_x[0] == 0).all()
+    assert (by_x[1] != 0).any()
+
+
+@pytest.mark.parametrize(("top_k", "learns"), [(1, False), (2, True)])
+def test_task_loss_teaches_the_routed_scores_only_with_two_heads(top_k: int, learns: bool) -> None:
+    layer = moh_attention(top_k=top_k)
+    x = floats(2, 5, 11)
+    layer.build(x.shape)
+
+    _, _, of_task = gradients(lambda x: ops.sum(layer(x, training=True) ** 2), [x], layer)
+    _, _, of_balance = gradients(
+        lambda x: (layer(x, training=True), sum(layer.losses))[1], [x], layer
+    )
+
+    kernel = "router/routed_scores/kernel"
+    # With one head the renormalised gate p / p is 1, up to rounding, whatever the scores are.
+    size = np.abs(of_task[kernel]).max() / np.abs(of_task["router/group_scores/kernel"]).max()
+    assert size > 1e-2 if learns else size < 1e-5
+    assert np.abs(of_balance[kernel]).max() > 1e-5
+    assert np.abs(of_balance["query/kernel"]).max() == 0
