@@ -472,7 +472,7 @@ class MoHAttention(keras.layers.Layer):
                 query_mask=query_mask,
                 key_mask=key_mask,
                 mask=mask,
-                is_causal=use_causal_mask,
+                is_causal=bool(use_causal_mask),
                 dropout=self.dropout if drop else 0.0,
                 seed=seed,
                 with_router_scores=training and self.z_loss_weight > 0,
@@ -540,7 +540,7 @@ class MoHAttention(keras.layers.Layer):
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
-            return_attention_scores=with_attention_scores,
+            return_attention_scores=bool(with_attention_scores),
             implementation=self.implementation,
         )
         if with_attention_scores:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moh.errors import invalid_argument, number_in, optional_integer
+from keras_moh.errors import boolean, invalid_argument, number_in, optional_integer
 from keras_moh.implementations import check_implementation, choose_implementation
 from keras_moh.implementations.spec import AttentionSpec
 from keras_moh.routing import Routing, dense_gates
@@ -64,7 +64,7 @@ def routed_attention(
         head before gates and dropout.
 
     Raises:
-        ValueError: if shapes disagree or an argument is out of its range.
+        ValueError: if shapes or dtypes disagree, or an argument is out of its range.
         UnsupportedError: if the implementation of that name cannot serve the call.
 
     Example:
@@ -80,14 +80,20 @@ def routed_attention(
     ((1, 5, 4, 8), True)
     """
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    if not isinstance(routing, Routing):
+        raise invalid_argument("routing", "a `keras_moh.Routing`", routing)
     routing = Routing(*map(ops.convert_to_tensor, routing))
-    mask = _checked_mask(mask, query, key)
     _check_shapes(query, key, value, routing)
+    _check_dtypes(query, key, value, routing)
+    mask = _checked_mask(mask, query, key)
+    is_causal = boolean("is_causal", is_causal)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     scale = number_in("scale", scale, 0)
+    _check_causal_offset(causal_offset)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)
     dropout = number_in("dropout", dropout, 0, below=1)
+    return_attention_scores = boolean("return_attention_scores", return_attention_scores)
     check_implementation(implementation)
     spec = AttentionSpec(
         batch=query.shape[0],
@@ -153,6 +159,21 @@ def _check_shapes(query: Any, key: Any, value: Any, routing: Routing) -> None:
         )
 
 
+def _check_dtypes(query: Any, key: Any, value: Any, routing: Routing) -> None:
+    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in (query, key, value)]
+    if not keras.backend.is_float_dtype(dtypes[0]) or len(set(dtypes)) > 1:
+        raise ValueError(
+            "Arguments `query`, `key` and `value` must have one float dtype. Received: the dtypes "
+            f"{', '.join(dtypes)}"
+        )
+    heads_dtype = keras.backend.standardize_dtype(routing.heads.dtype)
+    if not keras.backend.is_int_dtype(heads_dtype):
+        raise ValueError(
+            "Argument `routing` must hold heads of an integer dtype. Received: "
+            f"routing.heads.dtype={heads_dtype}"
+        )
+
+
 def _checked_mask(mask: Any, query: Any, key: Any) -> Any:
     """The mask at rank 4, or `None`."""
     if mask is None:
@@ -162,12 +183,21 @@ def _checked_mask(mask: Any, query: Any, key: Any) -> Any:
         raise invalid_argument("mask", "a boolean tensor", mask)
     target = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     shape = tuple(mask.shape)
-    if len(shape) == 2:
-        shape = (1, 1, *shape)
-        mask = ops.expand_dims(mask, (0, 1))
-    if not broadcasts_to(shape, target):
+    if not broadcasts_to((1, 1, *shape) if len(shape) == 2 else shape, target):
         raise ValueError(
             "Argument `mask` must have the shape (T, S), or rank 4 and broadcast to "
-            f"(B, H, T, S) = {target}. Received: mask.shape={tuple(mask.shape)}"
+            f"(B, H, T, S) = {target}. Received: mask.shape={shape}"
         )
-    return mask
+    return ops.expand_dims(mask, (0, 1)) if len(shape) == 2 else mask
+
+
+def _check_causal_offset(causal_offset: Any) -> None:
+    if hasattr(causal_offset, "dtype"):
+        dtype = keras.backend.standardize_dtype(causal_offset.dtype)
+        valid = keras.backend.is_int_dtype(dtype) and len(causal_offset.shape) == 0
+    else:
+        valid = isinstance(causal_offset, int) and not isinstance(causal_offset, bool)
+    if not valid:
+        raise invalid_argument(
+            "causal_offset", "an integer or a scalar integer tensor", causal_offset
+        )
