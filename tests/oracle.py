@@ -133,6 +133,33 @@ def attend(
     return outputs, scores
 
 
+def attend_gradients(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    gates: np.ndarray,
+    mask: np.ndarray,
+    cotangent: np.ndarray,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of `sum(cotangent * gates * outputs)`, by query, key, value and gates `(B, T, H)`."""
+    B, T, H, d = query.shape
+    G = key.shape[2]
+    if scale is None:
+        scale = d**-0.5
+    outputs, scores = attend(query, key, value, mask, scale)
+    by_query, by_key, by_value = (np.zeros(x.shape) for x in (query, key, value))
+    for b, h, t in np.ndindex(B, H, T):
+        g = h // (H // G)
+        p, by_output = scores[b, h, t], gates[b, t, h] * cotangent[b, t, h]
+        by_p = value[b, :, g] @ by_output
+        by_logits = p * (by_p - p @ by_p)
+        by_query[b, t, h] = scale * by_logits @ key[b, :, g]
+        by_key[b, :, g] += scale * np.outer(by_logits, query[b, t, h])
+        by_value[b, :, g] += np.outer(p, by_output)
+    return by_query, by_key, by_value, (outputs * cotangent).sum(axis=-1)
+
+
 class Output(NamedTuple):
     """What the layer computes."""
 
