@@ -43,7 +43,7 @@ from keras_moh.folding import (
     unfold,
     unfold_scores,
 )
-from keras_moh.implementations import check_implementation
+from keras_moh.implementations import check_implementation, load_implementations
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
 from keras_moh.masks import as_boolean, merge, without_padding
 from keras_moh.normalization import HeadLayerNormalization, HeadRMSNormalization
@@ -376,6 +376,7 @@ class MoHAttention(keras.layers.Layer):
             self._build_projections(query_shape, value_shape, key_shape)
         if self.router is not None and not self.router.built:
             self.router.build(query_shape)
+        load_implementations()
 
     def _build_projections(self, query_shape: Any, value_shape: Any, key_shape: Any) -> None:
         rank = len(query_shape)

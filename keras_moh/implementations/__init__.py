@@ -35,13 +35,24 @@ def check_implementation(implementation: Any) -> str | None:
     return implementation
 
 
+_loaded: dict[str, Any] = {}
+
+
+def load_implementations() -> None:
+    """Import the modules that this backend may use, which `torch.compile` cannot do in a graph."""
+    for name, (backend, module) in IMPLEMENTATIONS.items():
+        if backend in (None, keras.backend.backend()) and name not in _loaded:
+            _loaded[name] = importlib.import_module(module)
+
+
 def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:
     """The module of that name, and why it cannot serve `spec`."""
-    backend, module = IMPLEMENTATIONS[name]
+    backend, _ = IMPLEMENTATIONS[name]
     if backend is not None and backend != keras.backend.backend():
         return None, f"it needs the backend '{backend}'"
-    implementation = importlib.import_module(module)
-    return implementation, implementation.unsupported_reason(spec)
+    if name not in _loaded:
+        load_implementations()
+    return _loaded[name], _loaded[name].unsupported_reason(spec)
 
 
 def choose_implementation(spec: AttentionSpec, name: str | None = None) -> Any:
