@@ -20,7 +20,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def weights_by_name(layer: keras.Layer) -> dict[str, keras.Variable]:
     """The weights of a built layer or model, by their path below its own name."""
-    return {weight.path.removeprefix(f"{layer.name}/"): weight for weight in layer.weights}
+    return {weight.path.split(f"{layer.name}/", 1)[-1]: weight for weight in layer.weights}
 
 
 def set_weights_by_name(layer: keras.Layer, values: Mapping[str, Any]) -> None:
