@@ -39,19 +39,21 @@ def parse_options():
     parser = argparse.ArgumentParser(
         description="Train a small vision transformer with Mixture-of-Head attention, compare it "
         "with plain attention, and draw which heads the images of each class take.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    option, positive, natural = parser.add_argument, integer_from(1), integer_from(0)
-    backends, datasets = ["jax", "torch", "tensorflow"], ["digits", "fashion-mnist"]
-    defaults = "(default: %(default)s)"
-    option("--backend", choices=backends, default="jax", help=f"Keras's framework {defaults}")
-    option("--dataset", choices=datasets, default="digits", help=f"images {defaults}")
-    option("--heads", type=positive, default=8, help=f"heads of a layer {defaults}")
-    option("--shared-heads", type=natural, default=2, help=f"of them always on {defaults}")
-    option("--top-k", type=positive, default=2, help=f"others that a token takes {defaults}")
-    option("--epochs", type=positive, default=10, help=f"passes over the images {defaults}")
-    option("--samples", type=positive, help="train on so many images only (default: all)")
-    option("--seed", type=natural, default=0, help=f"of weights and shuffling {defaults}")
-    option("--output", type=Path, default="vit_digits_output", help=f"folder {defaults}")
+    add, backends = parser.add_argument, ["jax", "torch", "tensorflow"]
+    add("--backend", choices=backends, default="jax", help="Keras's framework")
+    add("--dataset", choices=["digits", "fashion-mnist"], default="digits", help="the images")
+    add("--output", metavar="FOLDER", type=Path, default="vit_digits_output", help="of the results")
+    for name, minimum, default, text in [
+        ("heads", 1, 8, "attention heads of a layer"),
+        ("shared-heads", 0, 2, "heads among them that every token takes"),
+        ("top-k", 1, 2, "other heads that a token takes"),
+        ("epochs", 1, 10, "passes over the training images"),
+        ("samples", 1, None, "training images to use, all if not given"),
+        ("seed", 0, 0, "of the weights and the order of the images"),
+    ]:
+        add(f"--{name}", metavar="N", type=integer_from(minimum), default=default, help=text)
     options = parser.parse_args()
     if options.shared_heads + options.top_k > options.heads:
         parser.error(
