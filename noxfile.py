@@ -115,7 +115,8 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link or reference fails."""
     # The pages are made from the source's text, so nothing of it need be importable.
-    install(session, "mkdocs-material", "mkdocstrings[python]")
+    # ruff formats the signatures, latex2mathml the formulas.
+    install(session, "mkdocs-material", "mkdocstrings[python]", "ruff", "latex2mathml")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
