@@ -34,7 +34,8 @@ def routed_attention(
 
     For a token that took head `h` with gate `g`, the output of that head is
 
-    $$ O_h = g \, \mathrm{softmax}(scale \cdot Q_h K_{h'}^\top) V_{h'}, \quad h' = h // (H / G), $$
+    $$ O_h = g \, \mathrm{softmax}(\mathrm{scale} \cdot Q_h K_{h'}^\top) V_{h'},
+       \quad h' = \lfloor h G / H \rfloor, $$
 
     and 0 for a head that it did not take (arXiv 2410.11842, "Mixture-of-Head Attention").
 
