@@ -56,6 +56,8 @@ from keras_moh.routing import (
     all_heads,
     load_balancing_loss,
     router_z_loss,
+    routing_dtype,
+    routing_spec,
     taken_heads,
 )
 from keras_moh.routing.routers import clone_initializer
@@ -517,7 +519,7 @@ class MoHAttention(keras.layers.Layer):
         """The computation of a call, without effects: its results by name, those asked for."""
         results = {}
         if self.router is None:
-            routing = all_heads(query, self.num_heads, self._gate_dtype)
+            routing = all_heads(query, self.num_heads, routing_dtype(self.compute_dtype))
         elif with_router_scores and self.top_k:
             routing, results["router_scores"] = self.router(query, return_scores=True)
         else:
@@ -549,10 +551,6 @@ class MoHAttention(keras.layers.Layer):
             results["attention_scores"] = unfold_scores(scores, query, key, self._axes, rank)
         results["output"] = self._output_dense(unfold(head_outputs, query, self._axes, rank))
         return results
-
-    @property
-    def _gate_dtype(self) -> str:
-        return "float64" if self.compute_dtype == "float64" else "float32"
 
     def _folded_attention_mask(self, mask: Any, query: Any, key: Any) -> Any:
         if mask is None:
@@ -662,14 +660,10 @@ class MoHAttention(keras.layers.Layer):
             shape = scores_shape(query.shape, inputs.key.shape, self.num_heads, self._axes)
             results.append(keras.KerasTensor(shape, dtype=dtype))
         if return_routing:
-            leading = tuple(query.shape[:-1])
-            candidates = 0 if self.router is None else self.router.num_routed_heads
             results.append(
-                Routing(
-                    keras.KerasTensor((*leading, self.num_active_heads), dtype="int32"),
-                    keras.KerasTensor((*leading, self.num_active_heads), dtype=self._gate_dtype),
-                    keras.KerasTensor((*leading, candidates), dtype=self._gate_dtype),
-                )
+                routing_spec(query, self.num_heads, 0, routing_dtype(dtype))
+                if self.router is None
+                else self.router.compute_output_spec(query)
             )
         return _one_or_tuple(results)
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import to_numpy
 from samples import B, D, S, T, floats, moh_attention, padding
 
-from keras_moh import TwoStageRouter
+from keras_moh import MoHAttention, TwoStageRouter
 
 H, K, E = 6, 4, 4
 
@@ -276,3 +276,14 @@ def test_masked_functional_model_of_two_inputs():
     expected = moh_attention()(*arrays, value_mask=masks[1], attention_mask=masks[0])
     found = model.predict_on_batch([*arrays, *masks])
     assert_same([found], [to_numpy(expected)])
+
+
+@pytest.mark.float64
+def test_symbolic_routing_has_the_routers_dtype():
+    """A router of one's own keeps its precision, whatever the layer's."""
+    router = TwoStageRouter(5, num_shared_heads=1, top_k=2, dtype="float32")
+    layer = MoHAttention(5, 3, router=router, dtype="float64")
+    _, symbolic = layer(keras.Input((7, 11), dtype="float64"), return_routing=True)
+    _, eager = layer(np.ones((2, 7, 11)), return_routing=True)
+    for spec, real in zip(symbolic, eager, strict=True):
+        assert spec.dtype == keras.backend.standardize_dtype(real.dtype)

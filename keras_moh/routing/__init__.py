@@ -2,7 +2,14 @@
 
 from keras_moh.routing.balancing import load_balancing_loss, router_z_loss
 from keras_moh.routing.routers import Router, TwoStageRouter
-from keras_moh.routing.routing import Routing, all_heads, dense_gates, taken_heads
+from keras_moh.routing.routing import (
+    Routing,
+    all_heads,
+    dense_gates,
+    routing_dtype,
+    routing_spec,
+    taken_heads,
+)
 
 __all__ = [
     "Router",
@@ -12,5 +19,7 @@ __all__ = [
     "dense_gates",
     "load_balancing_loss",
     "router_z_loss",
+    "routing_dtype",
+    "routing_spec",
     "taken_heads",
 ]

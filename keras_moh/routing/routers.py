@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_moh.errors import constraint, initializer, integer, regularizer
-from keras_moh.routing.routing import Routing, constant_heads
+from keras_moh.routing.routing import Routing, constant_heads, routing_dtype, routing_spec
 from keras_moh.softmax import softmax
 
 
@@ -94,8 +94,7 @@ class Router(keras.layers.Layer):
     def __init__(self, num_heads: int, num_shared_heads: int, top_k: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        precise = "float64" if self.compute_dtype == "float64" else "float32"
-        self.dtype_policy = keras.DTypePolicy(precise)
+        self.dtype_policy = keras.DTypePolicy(routing_dtype(self.compute_dtype))
         self.num_heads = integer("num_heads", num_heads, 1)
         self.num_shared_heads = integer("num_shared_heads", num_shared_heads, 0)
         self.top_k = integer("top_k", top_k, 0)
@@ -134,14 +133,8 @@ class Router(keras.layers.Layer):
 
     def compute_output_spec(self, inputs: Any) -> Any:
         """The symbolic `Routing` for symbolic `inputs (..., D)`."""
-        leading = tuple(inputs.shape[:-1])
-        active = (*leading, self.num_active_heads)
-        return Routing(
-            heads=keras.KerasTensor(active, dtype="int32"),
-            gates=keras.KerasTensor(active, dtype=self.compute_dtype),
-            probabilities=keras.KerasTensor(
-                (*leading, self.num_routed_heads), dtype=self.compute_dtype
-            ),
+        return routing_spec(
+            inputs, self.num_active_heads, self.num_routed_heads, self.compute_dtype
         )
 
     def get_config(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops
 
 
@@ -23,6 +24,21 @@ class Routing(NamedTuple):
     heads: Any
     gates: Any
     probabilities: Any
+
+
+def routing_dtype(compute_dtype: str) -> str:
+    """The dtype of gates and probabilities under a policy that computes in `compute_dtype`."""
+    return "float64" if compute_dtype == "float64" else "float32"
+
+
+def routing_spec(x: Any, num_active_heads: int, num_routed_heads: int, dtype: str) -> Routing:
+    """The symbolic routing of `x (..., D)`."""
+    leading = tuple(x.shape[:-1])
+    return Routing(
+        heads=keras.KerasTensor((*leading, num_active_heads), dtype="int32"),
+        gates=keras.KerasTensor((*leading, num_active_heads), dtype=dtype),
+        probabilities=keras.KerasTensor((*leading, num_routed_heads), dtype=dtype),
+    )
 
 
 def constant_heads(x: Any, heads: range) -> Any:
