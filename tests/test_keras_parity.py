@@ -72,6 +72,12 @@ class Case:
 
 some_mask = np.random.default_rng(1).random((B, T, S)) < 0.6
 some_mask[0, 1] = False  # a row without a key
+every_mask = {
+    "attention_mask": some_mask,
+    "value_mask": padding(4, 5, length=S),
+    "key_mask": padding(5, 3, length=S),
+    "use_causal_mask": True,
+}
 CASES = {
     "self-attention": Case(),
     "no bias": Case({"use_bias": False}),
@@ -90,12 +96,7 @@ CASES = {
     "every mask": Case(
         {"sliding_window": 4},
         cross=True,
-        call={
-            "attention_mask": some_mask,
-            "value_mask": padding(4, 5, length=S),
-            "key_mask": padding(5, 3, length=S),
-            "use_causal_mask": True,
-        },
+        call=every_mask,
     ),
     "groups": Case({"num_key_value_heads": 2}),
     "groups without bias": Case({"num_key_value_heads": 3, "use_bias": False}),
@@ -104,12 +105,7 @@ CASES = {
     "groups, every mask": Case(
         {"num_key_value_heads": 2, "sliding_window": 4},
         cross=True,
-        call={
-            "attention_mask": some_mask,
-            "value_mask": padding(4, 5, length=S),
-            "key_mask": padding(5, 3, length=S),
-            "use_causal_mask": True,
-        },
+        call=every_mask,
     ),
 }
 

@@ -417,10 +417,6 @@ def test_lora(tmp_path):
     np.testing.assert_allclose(plain.predict(x, verbose=0), expected, atol=1e-5)
 
 
-# Keras's own quantizers read tensors in a way that NumPy deprecates.
-quantizes = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
 def quantize_model(model, layer):
     with pytest.warns(UserWarning, match="quantize") as warned:
         model.quantize("int8")
@@ -429,7 +425,6 @@ def quantize_model(model, layer):
         assert any(f"'{name}' of a router is not quantized" in message for message in messages)
 
 
-@quantizes
 @pytest.mark.parametrize(
     "quantize",
     [quantize_model, lambda model, layer: layer.quantize("int8")],
