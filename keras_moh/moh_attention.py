@@ -16,6 +16,7 @@ Two things are arranged around Keras rather than left to it:
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -43,12 +44,23 @@ from keras_moh.folding import (
     unfold,
     unfold_scores,
 )
-from keras_moh.implementations import check_implementation, load_implementations
+from keras_moh.heads import taken_heads
+from keras_moh.implementations import (
+    check_implementation,
+    choose_implementation,
+    load_implementations,
+)
+from keras_moh.implementations.spec import Options
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
 from keras_moh.masks import as_boolean, merge, without_padding
 from keras_moh.normalization import HeadLayerNormalization, HeadRMSNormalization
-from keras_moh.projections import head_projection, output_projection
-from keras_moh.routed_attention import routed_attention
+from keras_moh.projections import (
+    RowProjections,
+    head_projection,
+    output_projection,
+    skips_projections,
+)
+from keras_moh.routed_attention import attention_spec
 from keras_moh.routing import (
     Router,
     Routing,
@@ -58,7 +70,6 @@ from keras_moh.routing import (
     router_z_loss,
     routing_dtype,
     routing_spec,
-    taken_heads,
 )
 from keras_moh.routing.routers import clone_initializer
 from keras_moh.shapes import check_input_shapes, check_shape, input_shapes, same_shape
@@ -458,7 +469,6 @@ class MoHAttention(keras.layers.Layer):
         )
         mask = merge(
             self._folded_attention_mask(attention_mask, query, key),
-            self._folded_padding(query_mask, (1, 3)),
             self._folded_padding(key_mask, (1, 2)),
         )
         # The seed is drawn here, once: a rematerialized computation may not change the generator,
@@ -526,31 +536,67 @@ class MoHAttention(keras.layers.Layer):
             routing = self.router(query)
         results["routing"] = routing
 
-        query_heads = self._query_dense(without_padding(query, query_mask))
-        key_heads = self._key_dense(without_padding(key, key_mask))
-        value_heads = self._value_dense(without_padding(value, key_mask))
+        query, key = without_padding(query, query_mask), without_padding(key, key_mask)
+        value = without_padding(value, key_mask)
+        key_heads = self._key_dense(key)
         if self.qk_norm:
-            query_heads, key_heads = self.query_norm(query_heads), self.key_norm(key_heads)
+            key_heads = self.key_norm(key_heads)
+        key_heads, value_heads = self._fold(key_heads), self._fold(self._value_dense(value))
+        routing = Routing(*map(self._fold, routing))
+        if query_mask is not None:
+            # A padded query has no output: by its gates, since in the mask, where its scores need
+            # it, it would turn a mask of keys, which is small and cheap, into one of all pairs.
+            if with_attention_scores:
+                mask = merge(mask, self._folded_padding(query_mask, (1, 3)))
+            valid = ops.expand_dims(self._fold(query_mask), -1)
+            gates = ops.where(valid, routing.gates, ops.zeros_like(routing.gates))
+            routing = routing._replace(gates=gates)
 
-        rank = len(query.shape)
-        head_outputs = routed_attention(
-            fold(query_heads, self._axes, rank),
-            fold(key_heads, self._axes, rank),
-            fold(value_heads, self._axes, rank),
-            Routing(*(fold(part, self._axes, rank) for part in routing)),
+        options = Options(
             mask=mask,
             is_causal=is_causal,
+            scale=1.0 / math.sqrt(self.key_dim),
+            causal_offset=0,
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
-            return_attention_scores=bool(with_attention_scores),
-            implementation=self.implementation,
         )
-        if with_attention_scores:
-            head_outputs, scores = head_outputs
-            results["attention_scores"] = unfold_scores(scores, query, key, self._axes, rank)
-        results["output"] = self._output_dense(unfold(head_outputs, query, self._axes, rank))
+        spec = attention_spec(
+            self._fold(query),
+            (self.num_heads, self.key_dim),
+            *(key_heads, value_heads, routing, options, with_attention_scores),
+            routing_groups=self.routing_groups,
+        )
+        implementation = choose_implementation(spec, self.implementation)
+        arguments = (key_heads, value_heads, routing.heads, routing.gates)
+        if skips_projections(implementation, spec, self._query_dense, self._output_dense):
+            tokens = self._fold(query)
+            rows = RowProjections(implementation, routing.heads, self.num_heads)
+            query_rows = rows.project(tokens, self._query_dense)
+            if self.qk_norm:
+                query_rows = self.query_norm(query_rows)
+            head_outputs = implementation.attend_rows(query_rows, *arguments, rows.plan, options)
+            output = self._unfold(rows.combine(head_outputs, self._output_dense), query)
+        else:
+            query_heads = self._query_dense(query)
+            if self.qk_norm:
+                query_heads = self.query_norm(query_heads)
+            head_outputs, scores = implementation.attend(
+                self._fold(query_heads), *arguments, options
+            )
+            output = self._output_dense(self._unfold(head_outputs, query))
+            if with_attention_scores:
+                results["attention_scores"] = unfold_scores(
+                    scores, query, key, self._axes, self._rank
+                )
+        results["output"] = output
         return results
+
+    def _fold(self, x: Any) -> Any:
+        return fold(x, self._axes, self._rank)
+
+    def _unfold(self, x: Any, like: Any) -> Any:
+        return unfold(x, like, self._axes, self._rank)
 
     def _folded_attention_mask(self, mask: Any, query: Any, key: Any) -> Any:
         if mask is None:

@@ -9,9 +9,13 @@ import keras
 from keras import ops
 
 from keras_moh.errors import boolean, invalid_argument, number_in, optional_integer
-from keras_moh.implementations import check_implementation, choose_implementation
-from keras_moh.implementations.spec import AttentionSpec
-from keras_moh.routing import Routing, dense_gates
+from keras_moh.implementations import (
+    check_implementation,
+    choose_implementation,
+    describe_device,
+)
+from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.routing import Routing
 from keras_moh.shapes import broadcasts_to, same_length, same_shape
 
 
@@ -96,36 +100,63 @@ def routed_attention(
     dropout = number_in("dropout", dropout, 0, below=1)
     return_attention_scores = boolean("return_attention_scores", return_attention_scores)
     check_implementation(implementation)
-    spec = AttentionSpec(
-        batch=query.shape[0],
-        query_length=query.shape[1],
-        key_length=key.shape[1],
-        num_heads=query.shape[2],
-        num_key_value_heads=key.shape[2],
-        num_active_heads=routing.heads.shape[-1],
-        key_dim=query.shape[3],
-        value_dim=value.shape[3],
-        dtype=keras.backend.standardize_dtype(query.dtype),
-        mask_shape=None if mask is None else tuple(mask.shape),
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        dropout=dropout,
-        return_attention_scores=return_attention_scores,
+    options = Options(mask, is_causal, scale, causal_offset, sliding_window, dropout, seed)
+    spec = attention_spec(
+        query, query.shape[2:], key, value, routing, options, return_attention_scores
     )
     output, scores = choose_implementation(spec, implementation).attend(
-        query,
-        key,
-        value,
-        dense_gates(routing, query.shape[2]),
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        dropout=dropout,
-        seed=seed,
+        query, key, value, routing.heads, routing.gates, options
     )
     return (output, scores) if return_attention_scores else output
+
+
+def attention_spec(
+    query: Any,
+    query_heads: tuple[int, int],
+    key: Any,
+    value: Any,
+    routing: Routing,
+    options: Options,
+    return_attention_scores: bool,
+    routing_groups: int = 1,
+) -> AttentionSpec:
+    """What a call asks for.
+
+    Args:
+        query: `(B, T, ...)`, the queries or the tokens that they are made of.
+        query_heads: `(H, d)`.
+        key: `(B, S, G, d)`.
+        value: `(B, S, G, dv)`.
+        routing: The `Routing` of the `B x T` tokens.
+        options: The `Options` of the call.
+        return_attention_scores: Whether the scores are asked for.
+        routing_groups: Number of groups of heads, in each of which a token takes equally many.
+    """
+    device, is_traced = describe_device(query)
+    return AttentionSpec(
+        batch=_known(query.shape[0]),
+        query_length=_known(query.shape[1]),
+        key_length=_known(key.shape[1]),
+        num_heads=query_heads[0],
+        num_key_value_heads=key.shape[2],
+        num_active_heads=routing.heads.shape[-1],
+        routing_groups=routing_groups,
+        key_dim=query_heads[1],
+        value_dim=value.shape[3],
+        dtype=keras.backend.standardize_dtype(key.dtype),
+        device=device,
+        is_traced=is_traced,
+        mask_shape=None if options.mask is None else tuple(map(_known, options.mask.shape)),
+        is_causal=options.is_causal,
+        sliding_window=options.sliding_window,
+        dropout=options.dropout,
+        return_attention_scores=return_attention_scores,
+    )
+
+
+def _known(length: Any) -> int | None:
+    """A static length, or `None` if it is unknown or, on JAX, symbolic."""
+    return length if isinstance(length, int) else None
 
 
 def _check_shapes(query: Any, key: Any, value: Any, routing: Routing) -> None:

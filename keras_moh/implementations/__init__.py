@@ -1,14 +1,20 @@
 """The ways to compute `routed_attention`, and the choice among them.
 
 The table names each implementation with the one backend that it needs (`None`: any) and its module,
-in order of preference: the first that can serve a call is taken. A module has two functions:
+in order of preference. A module has two functions:
 
 - `unsupported_reason(spec) -> str | None`: why it cannot serve a call of this `AttentionSpec`, in
   words for an error message, or `None` if it can. It is cheap, and looks at nothing but the spec.
-- `attend(query, key, value, gates, ...)`: the computation.
+- `attend(query, key, value, heads, gates, options)`: the computation, as `reference.attend`
+  describes it, with `None` for the scores if it does not keep them.
 
-What to run is thus decided before the call, by data that can be printed, never by trying. Modules
-are imported when they are first asked, so that one backend's code never imports another's.
+One that can leave out the projections of heads not taken works on rows of its own making, and has
+five functions more: `plan`, `project`, `attend_rows`, `combine` (see `torch_sdpa.py`), of which
+`attend` is made as well.
+
+What to run is decided before the call, by data that can be printed, never by trying: the first of
+the table that can serve the call, and that `costs.py` expects to be worth it. Modules are imported
+when they are first asked, so that one backend's code never imports another's.
 """
 
 from __future__ import annotations
@@ -19,9 +25,11 @@ from typing import Any
 import keras
 
 from keras_moh.errors import UnsupportedError, invalid_argument
+from keras_moh.implementations import costs
 from keras_moh.implementations.spec import AttentionSpec
 
 IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
+    "torch_sdpa": ("torch", "keras_moh.implementations.torch_sdpa"),
     "reference": (None, "keras_moh.implementations.reference"),
 }
 
@@ -43,6 +51,16 @@ def load_implementations() -> None:
     for name, (backend, module) in IMPLEMENTATIONS.items():
         if backend in (None, keras.backend.backend()) and name not in _loaded:
             _loaded[name] = importlib.import_module(module)
+    if "device" not in _loaded:
+        backend = keras.backend.backend()
+        _loaded["device"] = importlib.import_module(f"{__name__}.{backend}_device")
+
+
+def describe_device(x: Any) -> tuple[str, bool]:
+    """The kind of device that holds `x`, and whether it is traced: see `AttentionSpec`."""
+    if "device" not in _loaded:
+        load_implementations()
+    return _loaded["device"].describe(x)
 
 
 def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:
@@ -56,14 +74,14 @@ def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:
 
 
 def choose_implementation(spec: AttentionSpec, name: str | None = None) -> Any:
-    """The module that serves `spec`: the one of that name, or else the first that can.
+    """The module to serve `spec`: the one of that name, or else the fastest that can.
 
     Raises:
         UnsupportedError: if the named one cannot serve the call, with its reason.
     """
     for candidate in IMPLEMENTATIONS if name is None else (name,):
         implementation, reason = _load(candidate, spec)
-        if reason is None:
+        if reason is None and (name is not None or costs.is_worth_it(candidate, spec)):
             return implementation
     raise UnsupportedError(
         f"implementation='{candidate}' cannot serve this call on the backend "

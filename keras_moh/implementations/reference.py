@@ -14,7 +14,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moh.implementations.spec import AttentionSpec
+from keras_moh.heads import dense_gates
+from keras_moh.implementations.spec import AttentionSpec, Options
 from keras_moh.masks import merge, position_mask
 from keras_moh.softmax import softmax
 
@@ -28,18 +29,7 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
 
 
 def attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    gates: Any,
-    *,
-    mask: Any,
-    is_causal: bool,
-    scale: float,
-    causal_offset: Any,
-    sliding_window: int | None,
-    dropout: float,
-    seed: Any,
+    query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, Any]:
     """Attention of every head, multiplied by its gate.
 
@@ -47,14 +37,9 @@ def attend(
         query: `(B, T, H, d)`.
         key: `(B, S, G, d)`.
         value: `(B, S, G, dv)`.
-        gates: `(B, T, H)`, 0 where a head is not taken.
-        mask: Boolean, broadcastable to `(B, H, T, S)`, or `None`.
-        is_causal: Whether a query attends only to keys at or before its position.
-        scale: Factor of the dot products.
-        causal_offset: Position of the first query, an integer or a scalar tensor.
-        sliding_window: Width of the window around the query's position, or `None`.
-        dropout: Rate of dropout on the scores.
-        seed: Seed of the dropout.
+        heads: `(B, T, K)`, the heads that each token takes.
+        gates: `(B, T, K)`, their gates.
+        options: The `Options` of the call.
 
     Returns:
         The gated outputs `(B, T, H, dv)`, and the scores `(B, H, T, S)`: the softmax of every head
@@ -63,21 +48,29 @@ def attend(
     batch, query_length, num_heads, key_dim = ops.shape(query)
     key_length, groups = ops.shape(key)[1:3]
     mask = merge(
-        mask, position_mask(query_length, key_length, is_causal, causal_offset, sliding_window)
+        options.mask,
+        position_mask(
+            query_length,
+            key_length,
+            options.is_causal,
+            options.causal_offset,
+            options.sliding_window,
+        ),
     )
     # Query heads that share a key/value head stand side by side: G groups of H / G.
     grouped = (batch, query_length, groups, num_heads // groups, key_dim)
-    grouped_query = ops.reshape(query * scale, grouped)
+    grouped_query = ops.reshape(query * options.scale, grouped)
     scores = ops.einsum("btgrd,bsgd->bgrts", grouped_query, key)
     scores = ops.reshape(scores, (batch, num_heads, query_length, key_length))
     scores = ops.cast(masked_softmax(scores, mask), query.dtype)
     weights = scores
-    if dropout > 0:
-        weights = keras.random.dropout(scores, dropout, seed=seed)
+    if options.dropout > 0:
+        weights = keras.random.dropout(scores, options.dropout, seed=options.seed)
     weights = ops.reshape(weights, (batch, groups, num_heads // groups, query_length, key_length))
     output = ops.einsum("bgrts,bsgd->btgrd", weights, value)
     output = ops.reshape(output, (batch, query_length, num_heads, ops.shape(value)[-1]))
-    return output * ops.cast(ops.expand_dims(gates, -1), output.dtype), scores
+    all_gates = ops.expand_dims(dense_gates(heads, gates, num_heads), -1)
+    return output * ops.cast(all_gates, output.dtype), scores
 
 
 def masked_softmax(scores: Any, mask: Any) -> Any:

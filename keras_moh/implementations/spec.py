@@ -1,8 +1,9 @@
-"""What an implementation may look at to say whether it can serve a call."""
+"""What a call of `routed_attention` asks for: what the choice may depend on, and the rest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,12 @@ class AttentionSpec:
         num_heads: `H`.
         num_key_value_heads: `G`.
         num_active_heads: `K`, the heads that a token takes.
+        routing_groups: Number of groups of heads, in each of which a token takes equally many.
         key_dim: `d`.
         value_dim: `dv`.
         dtype: Dtype of query, key and value.
+        device: Kind of device, `"cpu"` for instance; `"meta"` for tensors without values.
+        is_traced: Whether a graph is captured in which no value can be read.
         mask_shape: Shape of the mask, of rank 4, or `None`.
         is_causal: Whether causality is asked for.
         sliding_window: Width of the window, or `None`.
@@ -32,11 +36,37 @@ class AttentionSpec:
     num_heads: int
     num_key_value_heads: int
     num_active_heads: int
+    routing_groups: int
     key_dim: int
     value_dim: int
     dtype: str
+    device: str
+    is_traced: bool
     mask_shape: tuple[int | None, ...] | None
     is_causal: bool
     sliding_window: int | None
     dropout: float
     return_attention_scores: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of the attention beside its tensors.
+
+    Attributes:
+        mask: Boolean, of rank 4 and broadcastable to `(B, H, T, S)`, or `None`.
+        is_causal: Whether a query attends only to keys at or before its position.
+        scale: Factor of the dot products.
+        causal_offset: Position of the first query, an integer or a scalar tensor.
+        sliding_window: Width of the window around the query's position, or `None`.
+        dropout: Rate of dropout on the scores.
+        seed: Seed of the dropout.
+    """
+
+    mask: Any
+    is_causal: bool
+    scale: float
+    causal_offset: Any
+    sliding_window: int | None
+    dropout: float = 0.0
+    seed: Any = None

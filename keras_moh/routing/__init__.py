@@ -2,24 +2,15 @@
 
 from keras_moh.routing.balancing import load_balancing_loss, router_z_loss
 from keras_moh.routing.routers import Router, TwoStageRouter
-from keras_moh.routing.routing import (
-    Routing,
-    all_heads,
-    dense_gates,
-    routing_dtype,
-    routing_spec,
-    taken_heads,
-)
+from keras_moh.routing.routing import Routing, all_heads, routing_dtype, routing_spec
 
 __all__ = [
     "Router",
     "Routing",
     "TwoStageRouter",
     "all_heads",
-    "dense_gates",
     "load_balancing_loss",
     "router_z_loss",
     "routing_dtype",
     "routing_spec",
-    "taken_heads",
 ]

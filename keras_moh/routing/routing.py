@@ -54,20 +54,3 @@ def all_heads(x: Any, num_heads: int, dtype: str) -> Routing:
     heads = constant_heads(x, range(num_heads))
     gates = ops.ones_like(heads, dtype=dtype)
     return Routing(heads, gates, gates[..., :0])
-
-
-def _slot_is_head(heads: Any, num_heads: int) -> Any:
-    """`(..., K, H)` boolean: whether slot `k` of a token holds head `h`."""
-    return ops.equal(ops.expand_dims(heads, -1), ops.arange(num_heads, dtype="int32"))
-
-
-def taken_heads(heads: Any, num_heads: int) -> Any:
-    """Whether each head is taken: `(..., K)` head numbers to `(..., H)` booleans."""
-    return ops.any(_slot_is_head(heads, num_heads), axis=-2)
-
-
-def dense_gates(routing: Routing, num_heads: int) -> Any:
-    """The gates of all heads, `(..., H)`, 0 where a head is not taken."""
-    gates = ops.expand_dims(routing.gates, -1)
-    placed = ops.where(_slot_is_head(routing.heads, num_heads), gates, ops.zeros_like(gates))
-    return ops.sum(placed, axis=-2)

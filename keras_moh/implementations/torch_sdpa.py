@@ -1,0 +1,418 @@
+"""PyTorch: the heads taken, one fused attention for each list of tokens that took a head.
+
+The tokens that took head `h` in batch entry `b` are one list of *rows*, in the order of their
+positions, and the lists follow one another by head and batch entry. A list is a plain attention of
+few queries over the keys of its batch entry, which PyTorch's fused kernel computes. Three things
+are saved around it:
+
+- Keys hidden by a padding mask are dropped before, rather than masked within.
+- Under causality or a window a list goes in chunks of rows, each over no more than the span of keys
+  that some row of it sees. Only a chunk has a mask, never the whole.
+- The projections into and out of the heads, where the caller leaves them to `project` and
+  `combine`, are a product for each head, of its rows alone.
+
+The lengths of the lists are read on the host, so that no row is computed in vain. Hence a call
+cannot be captured in a graph. Nothing of size `T x S` is kept for the gradient: the backward pass
+computes the probabilities again, chunk by chunk, from their logarithmic sums.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from keras_moh.implementations.spec import AttentionSpec, Options
+
+# Rows of a chunk where a chunk has a mask: short, so that keys beyond its last row are left out,
+# yet long enough for the kernel to run at its full rate.
+_CHUNK = 128
+
+
+def unsupported_reason(spec: AttentionSpec) -> str | None:
+    """Why this implementation cannot serve a call, or `None`."""
+    if spec.return_attention_scores:
+        return "it does not keep the attention scores"
+    if spec.dropout > 0:
+        return "it has no dropout on the attention scores"
+    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
+        return "its mask has no head axis"
+    if spec.is_traced:
+        return "it reads how many tokens took each head, which a traced graph does not know"
+    return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of one head, or of neighbouring heads that all tokens took."""
+
+    heads: slice
+    rows: slice
+    tokens: torch.Tensor | None  # of each row, as index into `B * T`; `None`: all, for each head
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows there are, for heads `(B, T, K)`.
+
+    Attributes:
+        num_heads: `H`.
+        batch: `B`.
+        length: `T`.
+        places: `(R,)`: each row's index into `(B, T, H)`.
+        counts: Number of rows of each head and batch entry, by head, then batch entry.
+        runs: The rows by head.
+    """
+
+    num_heads: int
+    batch: int
+    length: int
+    places: torch.Tensor
+    counts: list[list[int]]
+    runs: list[Run]
+
+
+def plan(heads: torch.Tensor, num_heads: int) -> Plan:
+    """The rows of `heads (B, T, K)`, by head, batch entry and position."""
+    batch, length, _ = heads.shape
+    taken = torch.zeros((num_heads, batch * length), dtype=torch.bool, device=heads.device)
+    taken.scatter_(0, heads.flatten(0, 1).T.long(), True)
+    of_head, tokens = taken.nonzero(as_tuple=True)
+    counts = taken.view(num_heads, batch, length).sum(-1).tolist()
+
+    runs: list[Run] = []
+    start = 0
+    for head in range(num_heads):
+        stop = start + sum(counts[head])
+        full = stop - start == batch * length
+        if full and runs and runs[-1].tokens is None:
+            last = runs.pop()
+            runs.append(Run(slice(last.heads.start, head + 1), slice(last.rows.start, stop), None))
+        elif stop > start:
+            rows = slice(start, stop)
+            runs.append(Run(slice(head, head + 1), rows, None if full else tokens[rows]))
+        start = stop
+    return Plan(num_heads, batch, length, tokens * num_heads + of_head, counts, runs)
+
+
+def take(dense: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The rows `(R, d)` of `(B, T, H, d)`."""
+    return dense.reshape(-1, dense.shape[-1]).index_select(0, plan.places)
+
+
+def place(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Rows `(R, d)` as `(B, T, H, d)`, with zeros where a head is not taken."""
+    dense = rows.new_zeros((plan.batch * plan.length * plan.num_heads, rows.shape[-1]))
+    return dense.index_copy(0, plan.places, rows).view(
+        plan.batch, plan.length, plan.num_heads, rows.shape[-1]
+    )
+
+
+def project(x: torch.Tensor, kernel: torch.Tensor, bias: Any, plan: Plan) -> torch.Tensor:
+    """The rows `(R, d)` of `x (B, T, D)` times `kernel (D, H, d)`, with bias `(H, d)` or `None`."""
+    return _Project.apply(x, kernel, bias, plan)
+
+
+def combine(rows: torch.Tensor, kernel: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The sum over heads of rows `(R, dv)` times `kernel (H, dv, D)`: `(B, T, D)`."""
+    return _Combine.apply(rows, kernel, plan)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
+    options: Options,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the heads taken; see `reference.attend`."""
+    rows = plan(heads, query.shape[2])
+    return place(
+        attend_rows(take(query, rows), key, value, heads, gates, rows, options), rows
+    ), None
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
+    plan: Plan,
+    options: Options,
+) -> torch.Tensor:
+    """The gated outputs `(R, dv)` of query rows `(R, d)`; the rest as for `attend`."""
+    shape = (*heads.shape[:2], plan.num_heads)
+    dense_gates = gates.new_zeros(shape).scatter(-1, heads.long(), gates)
+    row_gates = dense_gates.flatten().index_select(0, plan.places)
+    # The fused kernel wants one width for all: features of 0 change neither scores nor outputs.
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    width = max(key_dim, value_dim)
+    query, key = (pad(x, (0, width - key_dim)) for x in (query, key))
+    value = pad(value, (0, width - value_dim))
+    output = _Attend.apply(query, key, value, plan, options)[:, :value_dim]
+    return output * row_gates[:, None].to(output.dtype)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, kernel: Any, bias: Any, plan: Plan) -> torch.Tensor:
+        ctx.save_for_backward(x, kernel)
+        ctx.plan, ctx.has_bias = plan, bias is not None
+        tokens = x.flatten(0, 1)
+        rows = x.new_empty((len(plan.places), kernel.shape[-1]))
+        for run in plan.runs:
+            weights = kernel[:, run.heads].flatten(1)
+            product = _of_run(tokens, run) @ weights
+            if bias is not None:
+                product += bias[run.heads].flatten()
+            _by_token(rows, run).copy_(product.unflatten(1, (-1, kernel.shape[-1])))
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_rows: torch.Tensor) -> tuple[Any, ...]:
+        x, kernel = ctx.saved_tensors
+        tokens = x.flatten(0, 1)
+        by_tokens, by_kernel = torch.zeros_like(tokens), torch.zeros_like(kernel)
+        by_bias = kernel.new_zeros(kernel.shape[1:]) if ctx.has_bias else None
+        for run in ctx.plan.runs:
+            by_product = _by_token(by_rows, run).flatten(1)
+            weights = kernel[:, run.heads]
+            by_kernel[:, run.heads] = (_of_run(tokens, run).T @ by_product).view(weights.shape)
+            if by_bias is not None:
+                by_bias[run.heads] = by_product.sum(0).view(weights.shape[1:])
+            _add_of_run(by_tokens, run, by_product @ weights.flatten(1).T)
+        return by_tokens.view(x.shape), by_kernel, by_bias, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Any, kernel: Any, plan: Plan) -> torch.Tensor:
+        ctx.save_for_backward(rows, kernel)
+        ctx.plan = plan
+        output = rows.new_zeros((plan.batch * plan.length, kernel.shape[-1]))
+        for run in plan.runs:
+            product = _by_token(rows, run).flatten(1) @ kernel[run.heads].flatten(0, 1)
+            _add_of_run(output, run, product)
+        return output.view(plan.batch, plan.length, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_output: torch.Tensor) -> tuple[Any, ...]:
+        rows, kernel = ctx.saved_tensors
+        by_output = by_output.flatten(0, 1)
+        by_rows, by_kernel = torch.empty_like(rows), torch.zeros_like(kernel)
+        for run in ctx.plan.runs:
+            by_product, weights = _of_run(by_output, run), kernel[run.heads]
+            by_chosen = by_product @ weights.flatten(0, 1).T
+            _by_token(by_rows, run).copy_(by_chosen.unflatten(1, (-1, rows.shape[-1])))
+            chosen = _by_token(rows, run).flatten(1)
+            by_kernel[run.heads] = (chosen.T @ by_product).view(weights.shape)
+        return by_rows, by_kernel, None
+
+
+def _by_token(rows: torch.Tensor, run: Run) -> torch.Tensor:
+    """The rows of a run as `(tokens, heads, d)`, a view."""
+    return rows[run.rows].unflatten(0, (run.heads.stop - run.heads.start, -1)).transpose(0, 1)
+
+
+def _of_run(tokens: torch.Tensor, run: Run) -> torch.Tensor:
+    return tokens if run.tokens is None else tokens.index_select(0, run.tokens)
+
+
+def _add_of_run(tokens: torch.Tensor, run: Run, summand: torch.Tensor) -> None:
+    if run.tokens is None:
+        tokens += summand
+    else:
+        tokens.index_add_(0, run.tokens, summand)
+
+
+class _Chunk(NamedTuple):
+    """Some rows of one list, the keys that they see, and what is added to their scores."""
+
+    rows: slice
+    entry: int
+    group: int
+    keys: slice
+    bias: torch.Tensor | None
+
+
+class _Attend(torch.autograd.Function):
+    """The ungated attention of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, plan: Plan, options: Options
+    ) -> torch.Tensor:
+        visible = _visible_keys(key, options.mask)
+        keys, values = _select(key, visible), _select(value, visible)
+        output = torch.zeros_like(query)
+        log_sums = query.new_zeros(len(query), dtype=_sum_dtype(query))
+        for rows, entry, group, span, bias in _chunks(query, key, visible, plan, options):
+            of_chunk = (keys[entry][span, group], values[entry][span, group])
+            output[rows], log_sums[rows] = _forward(query[rows], *of_chunk, bias, options.scale)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.plan, ctx.options, ctx.visible = plan, options, visible
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_output: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sums = ctx.saved_tensors
+        keys, values = _select(key, ctx.visible), _select(value, ctx.visible)
+        by_query, by_key, by_value = (torch.zeros_like(x) for x in (query, key, value))
+        by_keys, by_values = ([torch.zeros_like(x) for x in xs] for xs in (keys, values))
+        for rows, entry, group, span, bias in _chunks(
+            query, key, ctx.visible, ctx.plan, ctx.options
+        ):
+            by_query[rows], of_keys, of_values = _backward(
+                *(by_output[rows], query[rows]),
+                *(keys[entry][span, group], values[entry][span, group]),
+                *(output[rows], log_sums[rows], bias, ctx.options.scale),
+            )
+            by_keys[entry][span, group] += of_keys
+            by_values[entry][span, group] += of_values
+        for entry, chosen in enumerate(ctx.visible):
+            by_key[entry, chosen], by_value[entry, chosen] = by_keys[entry], by_values[entry]
+        return by_query, by_key, by_value, None, None
+
+
+def _visible_keys(key: torch.Tensor, mask: torch.Tensor | None) -> list[Any]:
+    """The keys of each batch entry that padding leaves: all, or an index `(n,)`."""
+    batch, length = key.shape[:2]
+    if mask is None or mask.shape[2] != 1:
+        return [slice(0, length)] * batch
+    return [entry[0, 0].nonzero()[:, 0] for entry in mask.expand(batch, 1, 1, length)]
+
+
+def _select(x: torch.Tensor, visible: list[Any]) -> list[torch.Tensor]:
+    return [entry[chosen] for entry, chosen in zip(x, visible, strict=True)]
+
+
+def _chunks(
+    query: torch.Tensor, key: torch.Tensor, visible: list[Any], plan: Plan, options: Options
+) -> Iterator[_Chunk]:
+    """The work to do, in the order of the rows; rows that see no key at all may be left out."""
+    length, groups = key.shape[1:3]
+    mask = options.mask
+    if mask is not None:
+        mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
+    whole = mask is None and not options.is_causal and options.sliding_window is None
+    # Positions as lists too: asking tensors for single numbers would take longer than attending.
+    query_position = plan.places // plan.num_heads % plan.length + options.causal_offset
+    query_list = [] if whole else query_position.tolist()
+    key_position = torch.arange(length, device=key.device)
+    key_lists = [
+        range(length) if isinstance(chosen, slice) else chosen.tolist() for chosen in visible
+    ]
+    stop = 0
+    for head, counts in enumerate(plan.counts):
+        group = head // (plan.num_heads // groups)
+        for entry, count in enumerate(counts):
+            start, stop = stop, stop + count
+            keys = key_lists[entry]
+            if whole and count and keys:
+                yield _Chunk(slice(start, stop), entry, group, slice(0, len(keys)), None)
+            for begin in range(start, stop if keys and not whole else start, _CHUNK):
+                rows = slice(begin, min(begin + _CHUNK, stop))
+                some, every = _spans(query_list[begin], query_list[rows.stop - 1], keys, options)
+                if some.start == some.stop:
+                    continue
+                bias = query.new_zeros((rows.stop - begin, some.stop - some.start))
+                if mask is not None:
+                    rows_of_mask = plan.places[rows] // plan.num_heads % plan.length
+                    bias.masked_fill_(~mask[entry, rows_of_mask][:, some], -math.inf)
+                for side in (slice(some.start, every.start), slice(every.stop, some.stop)):
+                    distance = query_position[rows, None] - key_position[visible[entry]][side]
+                    part = bias[:, side.start - some.start : side.stop - some.start]
+                    part.masked_fill_(_hidden(distance, options), -math.inf)
+                yield _Chunk(rows, entry, group, some, bias)
+
+
+def _spans(first: int, last: int, keys: Sequence[int], options: Options) -> tuple[slice, slice]:
+    """Of the ascending `keys`, those that some and those that every query of a range may see."""
+    low, high = keys[0], keys[-1]
+    some, every = [low, high], [low, high]
+    if options.sliding_window is not None:
+        reach = options.sliding_window - 1
+        some = [first - reach, last + reach]
+        every = [last - reach, first + reach]
+    if options.is_causal:
+        some[1], every[1] = min(some[1], last), min(every[1], first)
+    start, stop = bisect_left(keys, some[0]), bisect_left(keys, some[1] + 1)
+    stop = max(start, stop)
+    inner = bisect_left(keys, every[0]), bisect_left(keys, every[1] + 1)
+    if inner[0] >= inner[1]:
+        inner = start, start
+    return slice(start, stop), slice(*inner)
+
+
+def _hidden(distance: torch.Tensor, options: Options) -> torch.Tensor:
+    """Whether positions hide a key, from the query's position less the key's."""
+    if options.sliding_window is None:
+        return distance < 0
+    far = distance.abs() >= options.sliding_window
+    return far | (distance < 0) if options.is_causal else far
+
+
+def _sum_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention `(n, d)` of queries `(n, d)` over keys `(m, d)`, and its logarithmic sums.
+
+    Rows without a key give 0, and have a sum of which the backward pass makes no gradient.
+    """
+    if query.device.type == "cpu":
+        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x[None, None] for x in (query, key, value)),
+            attn_mask=None if bias is None else bias[None, None],
+            scale=scale,
+        )
+        return output[0, 0], log_sums[0, 0]
+    scores = _scores(query, key, bias, scale)
+    log_sums = scores.logsumexp(-1).clamp(min=torch.finfo(scores.dtype).min)
+    return (scores - log_sums[:, None]).exp().to(value.dtype) @ value, log_sums
+
+
+def _backward(
+    by_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    bias: Any,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients by query, key and value of `_forward`."""
+    if query.device.type == "cpu":
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x[None, None] for x in (by_output, query, key, value, output, log_sums)),
+            dropout_p=0.0,
+            is_causal=False,
+            attn_mask=None if bias is None else bias[None, None],
+            scale=scale,
+        )
+        return tuple(gradient[0, 0] for gradient in gradients)
+    weights = (_scores(query, key, bias, scale) - log_sums[:, None]).exp()
+    by_weights = (by_output @ value.T).to(weights.dtype)
+    mean = (by_output * output).to(weights.dtype).sum(-1, keepdim=True)
+    by_scores = (scale * weights * (by_weights - mean)).to(query.dtype)
+    return by_scores @ key, by_scores.T @ query, weights.to(by_output.dtype).T @ by_output
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, bias: Any, scale: float) -> torch.Tensor:
+    scores = scale * (query @ key.T).to(_sum_dtype(query))
+    return scores if bias is None else scores + bias
