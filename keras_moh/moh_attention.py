@@ -109,8 +109,11 @@ class MoHAttention(keras.layers.Layer):
         use_bias: Whether the four projections have biases. Defaults to `True`.
         router: `"two_stage"` (the paper's, see `TwoStageRouter`), a `Router`, or `None` for plain
             attention: every head with gate 1, and no router weights. Defaults to `"two_stage"`.
-        routing_groups: Number of groups of heads in which a token takes equally many. Only 1 is
-            implemented yet, the default.
+        routing_groups: Number `r` of groups of `H / r` neighbouring heads, of which a token takes
+            equally many: the first `H_s / r`, which are shared, and `top_k / r` of the others
+            (see `TwoStageRouter`; arXiv 2606.20945 has one group for each key/value head). It must
+            divide `num_heads`, `num_shared_heads` and `top_k`. Defaults to 1, with a `Router` to
+            the router's own.
         balance_loss_weight: Weight of the load-balancing loss (see `load_balancing_loss`), added in
             training; 0 leaves it out. Defaults to 0.01. Keras sums the losses of the layers, where
             the authors average them: divide by the number of routed layers to match them.
@@ -258,21 +261,17 @@ class MoHAttention(keras.layers.Layer):
         self.kernel_constraint = constraint("kernel_constraint", kernel_constraint)
         self.bias_constraint = constraint("bias_constraint", bias_constraint)
 
-        self.routing_groups = integer("routing_groups", routing_groups, 1)
-        if self.routing_groups > 1:
-            raise NotImplementedError(
-                "Argument `routing_groups` is not implemented yet for more than one group. "
-                f"Received: routing_groups={routing_groups}"
-            )
         if isinstance(router, dict):
             router = keras.saving.deserialize_keras_object(router)
         self._router_name = router if isinstance(router, str) else None
-        self.router = self._make_router(router, num_shared_heads, top_k)
+        self.router = self._make_router(
+            router, num_shared_heads, top_k, integer("routing_groups", routing_groups, 1)
+        )
         self.seed = optional_integer("seed", seed, 0)
         self.seed_generator = keras.random.SeedGenerator(self.seed) if self.dropout else None
 
     def _make_router(
-        self, router: Any, num_shared_heads: int | None, top_k: int | None
+        self, router: Any, num_shared_heads: int | None, top_k: int | None, routing_groups: int
     ) -> Router | None:
         if router is None:
             for name, value, valid in (
@@ -281,6 +280,8 @@ class MoHAttention(keras.layers.Layer):
             ):
                 if value is not None and integer(name, value, 0) != valid:
                     raise invalid_argument(name, f"None or {valid} with router=None", value)
+            if routing_groups != 1:
+                raise invalid_argument("routing_groups", "1 with router=None", routing_groups)
             if self.z_loss_weight:
                 raise invalid_argument("z_loss_weight", "0 with router=None", self.z_loss_weight)
             return None
@@ -303,6 +304,7 @@ class MoHAttention(keras.layers.Layer):
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 kernel_regularizer=self.kernel_regularizer,
                 kernel_constraint=self.kernel_constraint,
+                routing_groups=routing_groups,
                 dtype=self.dtype_policy,
                 name="router",
             )
@@ -317,6 +319,9 @@ class MoHAttention(keras.layers.Layer):
         ):
             if value is not None and value != getattr(router, name):
                 raise invalid_argument(name, f"the router's own, {getattr(router, name)}", value)
+        if routing_groups not in (1, router.routing_groups):
+            own = f"the router's own, {router.routing_groups}"
+            raise invalid_argument("routing_groups", own, routing_groups)
         if self.z_loss_weight and not isinstance(router, TwoStageRouter):
             raise invalid_argument(
                 "z_loss_weight", "0 with a router that is no TwoStageRouter", self.z_loss_weight
@@ -332,6 +337,11 @@ class MoHAttention(keras.layers.Layer):
     def top_k(self) -> int:
         """Number of routed heads `k` that a token takes; 0 with `router=None`."""
         return 0 if self.router is None else self.router.top_k
+
+    @property
+    def routing_groups(self) -> int:
+        """Number of groups of heads of which a token takes equally many; 1 with `router=None`."""
+        return 1 if self.router is None else self.router.routing_groups
 
     @property
     def num_active_heads(self) -> int:
@@ -610,8 +620,12 @@ class MoHAttention(keras.layers.Layer):
         return ops.expand_dims(fold(mask, self._axes, len(mask.shape) + 1), new_axes)
 
     def _add_losses(self, routing: Routing, router_scores: Any, query_mask: Any) -> None:
-        if self.balance_loss_weight:
-            taken = taken_heads(routing.heads, self.num_heads)[..., self.num_shared_heads :]
+        if self.router is not None and self.balance_loss_weight:
+            taken = taken_heads(routing.heads, self.num_heads)
+            if self.routing_groups == 1:
+                taken = taken[..., self.num_shared_heads :]
+            else:
+                taken = ops.take(taken, self.router.routed_heads, axis=-1)
             loss = load_balancing_loss(routing.probabilities, taken, query_mask)
             self.add_loss(self.balance_loss_weight * loss)
         if self.z_loss_weight:

@@ -24,46 +24,64 @@ class Routing(NamedTuple):
     taken: np.ndarray  # (..., H)
     probabilities: np.ndarray  # (..., E)
     scores: np.ndarray  # (..., E)
+    chosen: np.ndarray  # (..., E): the candidates taken
+    margin: float  # the smallest gap, of any choice, between the last one taken and the first left
 
-    def margin(self, num_shared_heads: int) -> float:
-        """The smallest gap, of any token, between the last candidate taken and the first left."""
-        taken = self.taken[..., num_shared_heads:]
-        if taken.all():
-            return np.inf
-        last = np.where(taken, self.probabilities, np.inf).min(axis=-1)
-        first = np.where(taken, -np.inf, self.probabilities).max(axis=-1)
-        return float((last - first).min())
+
+def heads_by_group(
+    H: int, num_shared_heads: int, routing_groups: int
+) -> list[tuple[list[int], list[int]]]:
+    """The shared heads and the candidates of every group of neighbouring heads."""
+    groups: list[tuple[list[int], list[int]]] = [([], []) for _ in range(routing_groups)]
+    for h in range(H):
+        shared, candidates = groups[h // (H // routing_groups)]
+        (shared if len(shared) < num_shared_heads // routing_groups else candidates).append(h)
+    return groups
 
 
 def route(
-    x: np.ndarray, weights: Mapping[str, np.ndarray], H: int, num_shared_heads: int, top_k: int
+    x: np.ndarray,
+    weights: Mapping[str, np.ndarray],
+    H: int,
+    num_shared_heads: int,
+    top_k: int,
+    routing_groups: int = 1,
 ) -> Routing:
-    """The two-stage router; the lowest candidate wins a tie."""
-    E = H - num_shared_heads
+    """The two-stage router; the lowest candidate of a group wins a tie."""
+    groups = heads_by_group(H, num_shared_heads, routing_groups)
+    shared_heads = [h for shared, _ in groups for h in shared]
+    candidates = [h for _, routed in groups for h in routed]
     tokens = x.shape[:-1]
     gates, taken = np.zeros((*tokens, H)), np.zeros((*tokens, H), bool)
-    scores = np.zeros((*tokens, E))
+    scores = np.zeros((*tokens, len(candidates)))
     if top_k:
         scores = x @ weights["routed_scores/kernel"]
     probabilities = softmax(scores) if top_k else scores
+    margin = np.inf
 
     for token in np.ndindex(*tokens):
         routed_factor = shared_factor = 1.0
         if top_k and num_shared_heads:
             shared_factor, routed_factor = 2 * softmax(x[token] @ weights["group_scores/kernel"])
         if num_shared_heads == 1:
-            gates[token][0] = shared_factor
+            gates[token][shared_heads] = shared_factor
         elif num_shared_heads > 1:
             shared = softmax(x[token] @ weights["shared_scores/kernel"])
-            gates[token][:num_shared_heads] = shared_factor * num_shared_heads * shared
-        taken[token][:num_shared_heads] = True
+            gates[token][shared_heads] = shared_factor * num_shared_heads * shared
+        taken[token][shared_heads] = True
 
-        p = probabilities[token]
-        best = sorted(range(E), key=lambda e: (-p[e], e))[:top_k]
-        for e in best:
-            gates[token][num_shared_heads + e] = routed_factor * top_k * p[e] / p[best].sum()
-            taken[token][num_shared_heads + e] = True
-    return Routing(gates, taken, probabilities, scores)
+        p = dict(zip(candidates, probabilities[token], strict=True))
+        best = []
+        for _, routed in groups:
+            order = sorted(routed, key=lambda h: (-p[h], h))
+            count = top_k // routing_groups
+            best += order[:count]
+            if 0 < count < len(order):
+                margin = min(margin, p[order[count - 1]] - p[order[count]])
+        for h in best:
+            gates[token][h] = routed_factor * top_k * p[h] / sum(p[other] for other in best)
+            taken[token][h] = True
+    return Routing(gates, taken, probabilities, scores, taken[..., candidates], float(margin))
 
 
 def load_balancing_loss(
@@ -178,6 +196,7 @@ def layer(
     *,
     num_shared_heads: int | None = None,
     top_k: int = 0,
+    routing_groups: int = 1,
     qk_norm: bool | str = False,
     query_mask: np.ndarray | None = None,
     value_mask: np.ndarray | None = None,
@@ -225,17 +244,15 @@ def layer(
         mask = mask & attention_mask
 
     if num_shared_heads is None:
-        routing = Routing(
-            np.ones((B, T, H)), np.ones((B, T, H), bool), np.zeros((B, T, 0)), np.zeros((B, T, 0))
-        )
-        num_shared_heads = H
+        every, none = np.ones((B, T, H)), np.zeros((B, T, 0))
+        routing = Routing(every, every > 0, none, none, none > 0, np.inf)
     else:
         router = {
             name.removeprefix("router/"): array
             for name, array in weights.items()
             if name.startswith("router/")
         }
-        routing = route(query, router, H, num_shared_heads, top_k)
+        routing = route(query, router, H, num_shared_heads, top_k, routing_groups)
 
     heads, scores = attend(q, k, v, mask)
     output_kernel = weights["attention_output/kernel"]
@@ -247,9 +264,8 @@ def layer(
 
     losses = (0.0, 0.0)
     if top_k:
-        taken = routing.taken[..., num_shared_heads:]
         losses = (
-            load_balancing_loss(routing.probabilities, taken, query_mask, fraction),
+            load_balancing_loss(routing.probabilities, routing.chosen, query_mask, fraction),
             router_z_loss(routing.scores, query_mask),
         )
     return Output(output, scores, routing, *losses)

@@ -54,6 +54,11 @@ CONSTRUCTOR = [
         "router", ["nope", 5, True, {}, [], TwoStageRouter, np.ones(2)], "'two_stage', 'query_norm'"
     ),
     Invalid("routing_groups", [*NOT_A_COUNT, None], "a positive integer"),
+    Invalid("routing_groups", [3, 4, 6], "(valid here: 1, 2)"),
+    # It divides all but one of the three numbers.
+    Invalid("routing_groups", [3], "`num_heads`", num_heads=8, num_shared_heads=3, top_k=3),
+    Invalid("routing_groups", [3], "`num_shared_heads`", num_shared_heads=2, top_k=3),
+    Invalid("routing_groups", [3], "`top_k`", num_shared_heads=3, top_k=2),
     Invalid("balance_loss_weight", NOT_A_WEIGHT, "a finite number of at least 0"),
     Invalid("z_loss_weight", NOT_A_WEIGHT, "a finite number of at least 0"),
     Invalid("qk_norm", ["layer", "RMS", 1.5, None, [True], np.ones(2)], "True, False or 'rms'"),
@@ -73,11 +78,17 @@ CONSTRUCTOR = [
     Invalid("num_shared_heads", [6.0, True, "6"], "an integer", router=None, top_k=None),
     Invalid("top_k", [1], "None or 0", router=None, num_shared_heads=None),
     Invalid("top_k", [0.0, False, "0"], "an integer", router=None, num_shared_heads=None),
+    Invalid("routing_groups", [2], "1 with", router=None, num_shared_heads=None, top_k=None),
     Invalid("z_loss_weight", [0.1], "0 with", router=None, num_shared_heads=None, top_k=None),
     # A router of one's own says itself how many heads there are.
     Invalid("num_heads", [5], "the router's own, 6", router=TwoStageRouter(6, 2, 2)),
     Invalid("num_shared_heads", [1], "the router's own, 2", router=TwoStageRouter(6, 2, 2)),
     Invalid("top_k", [3], "the router's own, 2", router=TwoStageRouter(6, 2, 2)),
+    Invalid("routing_groups", [2], "the router's own, 1", router=TwoStageRouter(6, 2, 2)),
+    Invalid(
+        *("routing_groups", [3], "the router's own, 2"),
+        router=TwoStageRouter(6, 2, 2, routing_groups=2),
+    ),
     Invalid("z_loss_weight", [0.1], "no TwoStageRouter", router=keras_moh.Router(6, 2, 2)),
 ]
 
@@ -104,7 +115,9 @@ def test_constructor_refuses(name, value, valid, others):
     assert f"{name}={' '.join(repr(value).split())}" in received
 
 
-@pytest.mark.parametrize("name", ["num_shared_heads", "top_k", "num_heads", "kernel_initializer"])
+@pytest.mark.parametrize(
+    "name", ["num_shared_heads", "top_k", "num_heads", "routing_groups", "kernel_initializer"]
+)
 def test_router_constructor_refuses(name):
     arguments = {"num_heads": 6, "num_shared_heads": 2, "top_k": 2, name: 1.5}
     with pytest.raises(ValueError, match=rf"`{name}`.*Received: {name}=1\.5") as error:
@@ -114,7 +127,7 @@ def test_router_constructor_refuses(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("routing_groups", 2), ("router", "query_norm"), ("rotary_embedding", {"rotary_dim": 2})],
+    [("router", "query_norm"), ("rotary_embedding", {"rotary_dim": 2})],
 )
 def test_constructor_names_what_is_not_implemented_yet(name, value):
     with pytest.raises(NotImplementedError, match=f"`{name}`.*Received: {name}=") as error:
@@ -286,7 +299,11 @@ def test_symbolic_call_refuses_as_an_eager_one():
         {"attention_axes": [1]},
         {"attention_axes": np.int64(-2)},
         {"sliding_window": np.int16(1)},
+        {"routing_groups": np.int64(2)},
+        {"routing_groups": 2, "router": TwoStageRouter(6, 2, 2, routing_groups=2)},
         {"num_shared_heads": 6, "top_k": 0},
+        {"num_shared_heads": 6, "top_k": 0, "routing_groups": 3},
+        {"num_shared_heads": 0, "top_k": 6, "routing_groups": 6},
         {"num_shared_heads": 0, "top_k": 6},
         {"router": None, "num_shared_heads": 6, "top_k": 0},
         {"router": None, "num_shared_heads": None, "top_k": None},
@@ -300,4 +317,5 @@ def test_unusual_but_valid(arguments):
     copy = MoHAttention.from_config(layer.get_config())
     assert copy.get_config() == layer.get_config()
     counts = [layer.num_heads, layer.num_shared_heads, layer.top_k, layer.sliding_window]
+    counts.append(layer.routing_groups)
     assert {type(count) for count in counts} <= {int, type(None)}

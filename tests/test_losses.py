@@ -27,8 +27,10 @@ def balancing_and_z_loss(layer, x, mask=None):
     exponentials = np.exp(tokens @ kernel)
     partition = exponentials.sum(-1, keepdims=True)
     probabilities = exponentials / partition
-    order = np.argsort(-probabilities, axis=-1, kind="stable")
-    taken = np.argsort(order, axis=-1, kind="stable") < layer.top_k
+    by_group = probabilities.reshape(len(tokens), layer.routing_groups, -1)
+    order = np.argsort(-by_group, axis=-1, kind="stable")
+    taken = np.argsort(order, axis=-1, kind="stable") < layer.top_k // layer.routing_groups
+    taken = taken.reshape(probabilities.shape)
     balance = kernel.shape[-1] * (probabilities.mean(0) * taken.mean(0)).sum()
     return balance, np.square(np.log(partition)).mean()
 
@@ -256,6 +258,20 @@ def test_any_number_of_heads(num_shared_heads, top_k):
         np.testing.assert_allclose(balance, BALANCE * top_k, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("num_shared_heads", "top_k", "routing_groups"), [(2, 2, 2), (0, 3, 3), (3, 3, 3)]
+)
+def test_groups_of_heads(num_shared_heads, top_k, routing_groups):
+    """Also where the shared heads stand between the candidates, and in inputs of rank 4."""
+    layer = moh_attention(
+        num_shared_heads=num_shared_heads, top_k=top_k, routing_groups=routing_groups, **WEIGHTS
+    )
+    x = floats(B, 3, T, D)
+    layer(x, training=True)
+    balance, z = map(to_numpy, layer.losses)
+    np.testing.assert_allclose(balance + z, weighted_loss(layer, x), atol=1e-6)
+
+
 POLICIES = {
     "float32": "float32",
     "mixed_float16": "float32",
@@ -332,22 +348,22 @@ def test_empty_batch():
     assert all(np.isfinite(gradient).all() for gradient in found.weights.values())
 
 
-def test_router_of_ones_own_has_a_balancing_loss():
+@pytest.mark.parametrize(
+    ("routing_groups", "heads", "balance"),
+    # Of the candidates' probabilities 1/10, .. 4/10, those of the ones that every token takes.
+    [(1, [0, 1, 4, 5], 3 + 4), (2, [0, 2, 3, 5], 2 + 4)],
+)
+def test_router_of_ones_own_has_a_balancing_loss(routing_groups, heads, balance):
     class LastHeads(keras_moh.Router):
-        """Every token takes the shared heads and the last candidates, all equally likely."""
+        """Every token takes the shared heads and the last candidate or candidates of a group."""
 
         def call(self, inputs):
-            heads = [
-                *range(self.num_shared_heads),
-                *range(self.num_heads - self.top_k, self.num_heads),
-            ]
             ones = ops.ones_like(inputs[..., :1])
-            probabilities = ops.tile(ones / self.num_routed_heads, (1, 1, self.num_routed_heads))
-            heads = ops.cast(ones, "int32") * ops.convert_to_tensor(heads, "int32")
-            return keras_moh.Routing(heads, ops.cast(heads >= 0, "float32"), probabilities)
+            probabilities = ones * ops.convert_to_tensor([0.1, 0.2, 0.3, 0.4])
+            taken = ops.cast(ones, "int32") * ops.convert_to_tensor(heads, "int32")
+            return keras_moh.Routing(taken, ops.cast(taken >= 0, "float32"), probabilities)
 
-    layer = keras_moh.MoHAttention(
-        6, 3, router=LastHeads(6, num_shared_heads=1, top_k=2), balance_loss_weight=BALANCE
-    )
+    router = LastHeads(6, num_shared_heads=2, top_k=2, routing_groups=routing_groups)
+    layer = keras_moh.MoHAttention(6, 3, router=router, balance_loss_weight=BALANCE)
     layer(floats(B, T, D), training=True)
-    assert [to_numpy(loss) for loss in layer.losses] == pytest.approx([BALANCE * 2])
+    assert [to_numpy(loss) for loss in layer.losses] == pytest.approx([BALANCE * 4 * balance / 10])

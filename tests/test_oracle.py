@@ -85,6 +85,7 @@ class Case:
             name: self.arguments.get(name)
             for name in ("num_shared_heads", "top_k", "qk_norm", "sliding_window")
         }
+        arguments["routing_groups"] = self.arguments.get("routing_groups", 1)
         if self.arguments["router"] is None:
             arguments |= {"num_shared_heads": None, "top_k": 0}
         weights = {n: to_numpy(weight) for n, weight in weights_by_name(layer).items()} | weights
@@ -98,8 +99,11 @@ def cases(draw: st.DrawFn) -> Case:
     T, S, D, D_value, D_key, d, dv = draw(st.permutations(LENGTHS))
     B = draw(st.integers(1, 3))
     H, G = draw(st.sampled_from(HEADS))
-    num_shared_heads = draw(st.integers(0, H))
-    top_k = draw(st.integers(1, H - num_shared_heads)) if num_shared_heads < H else 0
+    divisors = [r for r in range(1, H + 1) if H % r == 0]
+    routing_groups = draw(st.just(1) | st.sampled_from(divisors))
+    length = H // routing_groups
+    shared = draw(st.integers(0, length))
+    routed = draw(st.integers(1, length - shared)) if shared < length else 0
     router = draw(st.sampled_from(["two_stage", "two_stage", "two_stage", None]))
 
     shapes = [(B, T, D), (B, S, D_value), (B, S, D_key)][: draw(st.integers(1, 3))]
@@ -125,8 +129,9 @@ def cases(draw: st.DrawFn) -> Case:
         # Of a short vector the variance may be tiny, and the norm then magnifies rounding.
         "qk_norm": draw(st.sampled_from([False, True, "rms"])) if d >= 5 else False,
         "router": router,
-        "num_shared_heads": num_shared_heads if router else None,
-        "top_k": top_k if router else None,
+        "num_shared_heads": routing_groups * shared if router else None,
+        "top_k": routing_groups * routed if router else None,
+        "routing_groups": routing_groups if router else 1,
         "balance_loss_weight": 1.0,
         "z_loss_weight": 1.0 if router else 0.0,
     }
@@ -166,7 +171,7 @@ def check_routing(
 def check_layer(case: Case, dtype: str) -> None:
     layer = case.layer(dtype)
     expected = case.expected(layer)
-    hypothesis.assume(expected.routing.margin(layer.num_shared_heads) > ROUTER_MARGIN)
+    hypothesis.assume(expected.routing.margin > ROUTER_MARGIN)
     hypothesis.assume(not case.bias_goes_astray)
 
     def call(*inputs: Any) -> Any:
@@ -223,6 +228,28 @@ def test_layer_in_float64(case: Case) -> None:
     check_layer(case, "float64")
 
 
+def test_groups_of_heads_in_inputs_of_rank_4() -> None:
+    layer = moh_attention(attention_axes=2, routing_groups=2, z_loss_weight=1.0)
+    x = floats(2, 3, 5, 11)
+    layer.build(x.shape)
+    weights = {name: to_numpy(weight) for name, weight in weights_by_name(layer).items()}
+    expected = oracle.layer(
+        weights, x.reshape(6, 5, 11), num_shared_heads=2, top_k=2, routing_groups=2
+    )
+    assert expected.routing.margin > ROUTER_MARGIN
+
+    def call(x: Any) -> Any:
+        return *layer(x, return_routing=True, training=True), layer.losses
+
+    output, routing, (balance_loss, z_loss) = compiled(call, ops.convert_to_tensor(x))
+    tolerance = TOLERANCES["float32"]
+    assert_close(output, expected.output.reshape(x.shape), tolerance, "output")
+    routing = keras_moh.Routing(*(ops.reshape(part, (6, 5, -1)) for part in routing))
+    check_routing(routing, expected.routing, tolerance)
+    assert_close(balance_loss, 0.01 * expected.balance_loss, tolerance, "balance loss")
+    assert_close(z_loss, expected.z_loss, tolerance, "z loss")
+
+
 @pytest.mark.xfail(
     keras.backend.backend() == "tensorflow",
     reason="Keras's ops.add takes the bias (H, 1) for one of channels, and adds it along axis 1",
@@ -238,71 +265,109 @@ def test_heads_of_width_1() -> None:
     assert_close(layer(x), expected.output, TOLERANCES["float32"], "output")
 
 
-# The router, at the limits of its arguments: (H, H_s, k).
+# The router, at the limits of its arguments: (H, H_s, k, r).
 ROUTERS = [
-    (1, 1, 0),  # a single shared head
-    (1, 0, 1),  # a single candidate
-    (5, 5, 0),  # all shared
-    (5, 0, 1),
-    (5, 0, 5),  # all candidates taken
-    (5, 1, 1),  # one shared head has no scores
-    (5, 1, 4),
-    (5, 4, 1),  # one candidate beside shared heads
-    (7, 3, 2),
-    (13, 2, 5),
+    (1, 1, 0, 1),  # a single shared head
+    (1, 0, 1, 1),  # a single candidate
+    (5, 5, 0, 1),  # all shared
+    (5, 0, 1, 1),
+    (5, 0, 5, 1),  # all candidates taken
+    (5, 1, 1, 1),  # one shared head has no scores
+    (5, 1, 4, 1),
+    (5, 4, 1, 1),  # one candidate beside shared heads
+    (7, 3, 2, 1),
+    (13, 2, 5, 1),
+    *((24, 6, 12, r) for r in (1, 2, 3, 6)),  # in every number of groups
+    (6, 6, 0, 3),  # all shared
+    (12, 0, 4, 2),  # none shared
+    (12, 0, 4, 4),  # one of three in each group
+    (9, 3, 6, 3),  # all candidates taken
+    (6, 0, 6, 6),  # a group for every head
+    (10, 2, 6, 2),
 ]
 
 
-def check_router(num_heads: int, num_shared_heads: int, top_k: int, dtype: str) -> None:
-    router = keras_moh.TwoStageRouter(num_heads, num_shared_heads, top_k, dtype=dtype)
-    x = floats(2, 3, 11, seed=num_heads)
+def random_router(x: np.ndarray, *arguments: int, dtype: str = "float32") -> Any:
+    """A router built for `x`, of arguments `(H, H_s, k, r)`, and its weights by name."""
+    num_heads, num_shared_heads, top_k, routing_groups = arguments
+    router = keras_moh.TwoStageRouter(
+        num_heads, num_shared_heads, top_k, routing_groups=routing_groups, dtype=dtype
+    )
     router.build(x.shape)
     weights = {
         name: 0.25 * floats(*weight.shape, seed=index)
         for index, (name, weight) in enumerate(weights_by_name(router).items())
     }
     set_weights_by_name(router, weights)
-    expected = oracle.route(x.astype("float64"), weights, num_heads, num_shared_heads, top_k)
+    return router, weights
+
+
+def check_router(arguments: tuple[int, int, int, int], dtype: str) -> None:
+    num_heads, num_shared_heads, top_k, routing_groups = arguments
+    x = floats(2, 3, 11, seed=num_heads)
+    router, weights = random_router(x, *arguments, dtype=dtype)
+    expected = oracle.route(x.astype("float64"), weights, *arguments)
     routing = compiled(router, ops.convert_to_tensor(x, dtype))
 
-    assert expected.margin(num_shared_heads) > ROUTER_MARGIN
+    assert expected.margin > ROUTER_MARGIN
     assert routing.heads.shape == (2, 3, num_shared_heads + top_k)
     assert routing.probabilities.shape == (2, 3, num_heads - num_shared_heads)
     check_routing(routing, expected, TOLERANCES[dtype])
+    groups = oracle.heads_by_group(num_heads, num_shared_heads, routing_groups)
+    assert router.shared_heads == tuple(h for shared, _ in groups for h in shared)
+    assert router.routed_heads == tuple(h for _, routed in groups for h in routed)
 
 
-@pytest.mark.parametrize(("num_heads", "num_shared_heads", "top_k"), ROUTERS)
-def test_router_in_float32(num_heads: int, num_shared_heads: int, top_k: int) -> None:
-    check_router(num_heads, num_shared_heads, top_k, "float32")
+@pytest.mark.parametrize("arguments", ROUTERS, ids=str)
+def test_router_in_float32(arguments: tuple[int, int, int, int]) -> None:
+    check_router(arguments, "float32")
 
 
 @pytest.mark.float64
-@pytest.mark.parametrize(("num_heads", "num_shared_heads", "top_k"), ROUTERS)
-def test_router_in_float64(num_heads: int, num_shared_heads: int, top_k: int) -> None:
-    check_router(num_heads, num_shared_heads, top_k, "float64")
+@pytest.mark.parametrize("arguments", ROUTERS, ids=str)
+def test_router_in_float64(arguments: tuple[int, int, int, int]) -> None:
+    check_router(arguments, "float64")
 
 
+@pytest.mark.parametrize("shape", [(7, 11), (2, 3, 5, 11), (2, 0, 11)], ids=str)
+def test_router_in_groups_of_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
+    x = floats(*shape)
+    router, weights = random_router(x, 12, 3, 6, 3)
+    expected = oracle.route(x.astype("float64"), weights, 12, 3, 6, 3)
+    routing = compiled(router, ops.convert_to_tensor(x))
+    assert expected.margin > ROUTER_MARGIN
+    assert routing.heads.shape == (*shape[:-1], 9)
+    check_routing(routing, expected, TOLERANCES["float32"])
+
+
+@pytest.mark.parametrize("routing_groups", [1, 3])
 @pytest.mark.parametrize("top_k", [1, 3, 8, 17])
 @pytest.mark.parametrize("distinct", [1, 2, 3])
-def test_equal_probabilities_take_the_lowest_heads(top_k: int, distinct: int) -> None:
+def test_equal_probabilities_take_the_lowest_heads(
+    top_k: int, distinct: int, routing_groups: int
+) -> None:
     """Candidates in `distinct` classes of equal kernels: all tie, or many at the boundary do."""
-    E, D = 18, 5
-    router = keras_moh.TwoStageRouter(E + 1, 1, top_k)
+    E, D, r = 18, 5, routing_groups
+    arguments = (r * (E + 1), r, r * top_k, r)
+    router = keras_moh.TwoStageRouter(*arguments[:3], routing_groups=r)
     x = floats(3, 7, D)
     router.build(x.shape)
     weights = {
-        "routed_scores/kernel": floats(D, distinct, seed=1)[:, np.arange(E) % distinct],
+        "routed_scores/kernel": floats(D, distinct, seed=1)[:, np.arange(r * E) % distinct],
         "group_scores/kernel": floats(D, 2, seed=2),
     }
+    if r > 1:
+        weights["shared_scores/kernel"] = floats(D, r, seed=3)
     set_weights_by_name(router, weights)
-    expected = oracle.route(x.astype("float64"), weights, E + 1, 1, top_k)
+    expected = oracle.route(x.astype("float64"), weights, *arguments)
     routing = compiled(router, ops.convert_to_tensor(x))
 
-    assert expected.margin(1) == 0
-    taken = np.nonzero(expected.taken)[-1].reshape(3, 7, top_k + 1)
+    assert expected.margin == 0
+    taken = np.nonzero(expected.taken)[-1].reshape(3, 7, r * (top_k + 1))
     np.testing.assert_array_equal(to_numpy(routing.heads), taken)
     if distinct == 1:
-        np.testing.assert_array_equal(taken, np.broadcast_to(np.arange(top_k + 1), taken.shape))
+        lowest = (np.arange(r)[:, None] * (E + 1) + np.arange(top_k + 1)).ravel()
+        np.testing.assert_array_equal(taken, np.broadcast_to(lowest, taken.shape))
 
 
 @pytest.mark.parametrize("valid", [None, "some", "none"])
@@ -378,6 +443,38 @@ GRADIENT_CASES = {
         {},
         seed=14,
     ),
+    "groups of heads": Case(
+        {
+            **PLAIN,
+            "router": "two_stage",
+            "num_heads": 6,
+            "num_key_value_heads": 2,
+            "num_shared_heads": 2,
+            "top_k": 2,
+            "routing_groups": 2,
+        },
+        ((B, T, D),),
+        {"query_mask": (B, T)},
+        0.8,
+        {},
+        seed=16,
+    ),
+    "groups of heads, none shared": Case(
+        {
+            **PLAIN,
+            "router": "two_stage",
+            "num_heads": 6,
+            "num_shared_heads": 0,
+            "top_k": 3,
+            "routing_groups": 3,
+            "use_bias": False,
+        },
+        ((B, T, D),),
+        {},
+        1.0,
+        {},
+        seed=17,
+    ),
     "no router": Case(
         {**PLAIN, "router": None, "z_loss_weight": 0.0, "num_shared_heads": None, "top_k": None},
         ((B, T, D), (B, S, D)),
@@ -400,7 +497,7 @@ def differences(name: str) -> dict[str, np.ndarray]:
     fraction = None
     if layer.top_k:
         valid = case.masks.get("query_mask", np.ones((B, T), bool))
-        fraction = routing.taken[valid][:, layer.num_shared_heads :].mean(axis=0)
+        fraction = routing.chosen[valid].mean(axis=0)
 
     def loss() -> float:
         weights = {n: array for n, array in point.items() if not n.startswith("input")}

@@ -22,7 +22,7 @@ SAVED = Path(__file__).parent / "saved"
 EVERY_ARGUMENT = {
     **{"num_heads": 6, "key_dim": 3, "num_shared_heads": 2, "top_k": 2, "num_key_value_heads": 3},
     **{"value_dim": 5, "output_shape": (7, 2), "dropout": 0.25, "use_bias": False},
-    **{"router": "two_stage", "routing_groups": 1, "rotary_embedding": None},
+    **{"router": "two_stage", "routing_groups": 2, "rotary_embedding": None},
     **{"balance_loss_weight": 0.2, "z_loss_weight": 0.1, "qk_norm": "rms"},
     **{"attention_axes": (2,), "sliding_window": 3, "implementation": "reference"},
     "kernel_initializer": keras.initializers.HeNormal(seed=4),
@@ -74,6 +74,7 @@ CONFIGURATIONS = [
     {"num_heads": 6, "key_dim": 3, "router": None},
     {"num_heads": 6, "key_dim": 3, "router": TwoStageRouter(6, 1, 3, name="mine")},
     {"num_heads": 6, "key_dim": 3, "router": ScaledRouter(6, 1, 3, scale=0.5)},
+    {"num_heads": 6, "key_dim": 3, "router": ScaledRouter(6, 2, 4, scale=0.5, routing_groups=2)},
     ARGUMENTS | {"qk_norm": True, "output_shape": 7, "attention_axes": -2},
 ]
 
@@ -91,10 +92,20 @@ def test_config_round_trip(arguments):
 
 
 def test_config_round_trip_of_a_router():
-    router = TwoStageRouter(6, 2, 2, "he_normal", "l2", "non_neg", dtype="mixed_float16")
+    router = TwoStageRouter(
+        6, 2, 2, "he_normal", "l2", "non_neg", routing_groups=2, dtype="mixed_float16"
+    )
     again = TwoStageRouter.from_config(json.loads(json.dumps(router.get_config())))
     assert again.get_config() == router.get_config()
     assert again.compute_dtype == "float32"
+    assert again.routing_groups == 2
+
+
+def test_routing_groups_are_the_routers():
+    layer = MoHAttention(6, 3, router=TwoStageRouter(6, 2, 4, routing_groups=2))
+    assert layer.routing_groups == layer.get_config()["routing_groups"] == 2
+    assert MoHAttention(**ARGUMENTS, routing_groups=2).router.routing_groups == 2
+    assert MoHAttention(6, 3, router=None).routing_groups == 1
 
 
 def test_configs_of_layers_do_not_share_a_router():
@@ -130,6 +141,7 @@ def small_model(**arguments):
 
 KINDS = {
     "two stages": {},
+    "groups of heads": {"routing_groups": 2},
     "everything": {
         "num_key_value_heads": 2,
         "value_dim": 5,

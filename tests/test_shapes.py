@@ -116,6 +116,7 @@ SYMBOLIC = {
     "one query": ({}, [(B, 1, D), (B, S, D)]),
     "no batch": ({}, [(0, T, D)]),
     "cross": ({"value_dim": 2, "num_key_value_heads": 3}, [(B, T, D), (B, S, 13), (B, S, 17)]),
+    "groups of heads": ({"routing_groups": 2}, [(B, T, D)]),
     "output_shape": ({"output_shape": (3, 2)}, [(B, T, D)]),
     "higher rank": ({}, [(B, 3, T, D), (B, 2, S, D)]),
     "one axis": ({"attention_axes": -2}, [(B, 3, T, D), (B, 3, S, D)]),
@@ -181,11 +182,12 @@ def test_unknown_lengths_then_real_ones(inputs):
         assert_same(numpy_results(model.predict_on_batch(arrays)), numpy_results(expected))
 
 
-def test_fit_with_unknown_length():
+@pytest.mark.parametrize("routing_groups", [1, 2])
+def test_fit_with_unknown_length(routing_groups):
     """Lengths change from step to step, and with them the masks that positions give."""
     inputs = keras.Input((None, D))
-    outputs = moh_attention(sliding_window=3, dropout=0.1)(inputs, use_causal_mask=True)
-    model = keras.Model(inputs, outputs)
+    layer = moh_attention(sliding_window=3, dropout=0.1, routing_groups=routing_groups)
+    model = keras.Model(inputs, layer(inputs, use_causal_mask=True))
     model.compile("sgd", "mse")
     for length in (5, 2, 1):
         x = floats(B, length, D)

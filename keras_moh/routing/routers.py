@@ -7,6 +7,7 @@ and the choice would depend on the backend. For the same reason ties go to the l
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -65,13 +66,16 @@ class Router(keras.layers.Layer):
     Args:
         num_heads: Number of heads `H`.
         num_shared_heads: Number of shared heads `H_s`, which every token takes: heads
-            `0 .. H_s - 1`.
+            `0 .. H_s - 1`, or with groups the first `H_s / r` heads of each (see `shared_heads`).
         top_k: Number of routed heads `k` that a token takes, out of the other `E = H - H_s`.
+        routing_groups: Number `r` of groups of `H / r` neighbouring heads. Of each a token takes
+            equally many: the first `H_s / r`, which are shared, and `k / r` of the others. It must
+            divide `num_heads`, `num_shared_heads` and `top_k`. Defaults to 1.
         **kwargs: `name`, `trainable`, `dtype` of `keras.layers.Layer`.
 
     Raises:
         ValueError: if a number is not an integer in its range, or there are fewer than `top_k`
-            candidates, or no head at all would be taken.
+            candidates, or no head at all would be taken, or the groups would not be alike.
 
     Example:
     >>> import numpy as np, keras, keras_moh
@@ -91,7 +95,15 @@ class Router(keras.layers.Layer):
     (2, 3, 3)
     """
 
-    def __init__(self, num_heads: int, num_shared_heads: int, top_k: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_shared_heads: int,
+        top_k: int,
+        *,
+        routing_groups: int = 1,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
         self.dtype_policy = keras.DTypePolicy(routing_dtype(self.compute_dtype))
@@ -116,6 +128,27 @@ class Router(keras.layers.Layer):
                 f"(num_heads={num_heads} - num_shared_heads={num_shared_heads}), "
                 "which no token would ever take"
             )
+        self.routing_groups = integer("routing_groups", routing_groups, 1)
+        common = math.gcd(self.num_heads, self.num_shared_heads, self.top_k)
+        if common % self.routing_groups:
+            valid = ", ".join(str(r) for r in range(1, common + 1) if common % r == 0)
+            raise ValueError(
+                "Argument `routing_groups` must divide `num_heads`, `num_shared_heads` and `top_k` "
+                f"(valid here: {valid}). Received: routing_groups={routing_groups} with "
+                f"num_heads={num_heads}, num_shared_heads={num_shared_heads} and top_k={top_k}"
+            )
+
+    @property
+    def shared_heads(self) -> tuple[int, ...]:
+        """The `H_s` heads that every token takes, ascending: the first ones of each group."""
+        heads, shared = self.num_heads, self.num_shared_heads
+        length = heads // self.routing_groups
+        return tuple(h for h in range(heads) if h % length < shared // self.routing_groups)
+
+    @property
+    def routed_heads(self) -> tuple[int, ...]:
+        """The heads of the `E` candidates, ascending: all that are not shared."""
+        return tuple(sorted({*range(self.num_heads)} - {*self.shared_heads}))
 
     @property
     def num_routed_heads(self) -> int:
@@ -144,6 +177,7 @@ class Router(keras.layers.Layer):
             "num_heads": self.num_heads,
             "num_shared_heads": self.num_shared_heads,
             "top_k": self.top_k,
+            "routing_groups": self.routing_groups,
         }
 
 
@@ -160,6 +194,10 @@ class TwoStageRouter(Router):
     3. where both kinds exist, $w = 2 \, \mathrm{softmax}(W_h x)$: the shared gates are multiplied
        by the first, the routed ones by the second.
 
+    With `routing_groups=r` the choice alone changes: kept are the `k / r` largest of each group of
+    heads, as in Grouped Query Experts (arXiv 2606.20945), which has such a choice for each group of
+    heads that share a key/value head. Softmax, sum and factors stay those of all heads together.
+
     With `top_k=1` the renormalised gate is the constant 1, so $W_r$ learns from the balancing loss
     alone, as in the authors' code. Kernels of zeros make every candidate tie: all tokens would take
     the lowest heads, and the others would never learn.
@@ -171,6 +209,9 @@ class TwoStageRouter(Router):
         kernel_initializer: Initializer of the three kernels. Defaults to `"glorot_uniform"`.
         kernel_regularizer: Optional regularizer of the three kernels.
         kernel_constraint: Optional constraint of the three kernels.
+        routing_groups: Number `r` of groups of `H / r` neighbouring heads, of which a token takes
+            equally many: each group's first `H_s / r` heads are shared, of its others a token takes
+            `k / r`. It must divide `num_heads`, `num_shared_heads` and `top_k`. Defaults to 1.
         **kwargs: `name`, `trainable`, `dtype` of `keras.layers.Layer`.
 
     Call arguments:
@@ -190,6 +231,8 @@ class TwoStageRouter(Router):
     >>> heads, gates, probabilities = router(np.ones((1, 3, 8), "float32"))
     >>> tuple(heads.shape), tuple(gates.shape), tuple(probabilities.shape)
     ((1, 3, 4), (1, 3, 4), (1, 3, 4))
+    >>> keras_moh.TwoStageRouter(6, num_shared_heads=2, top_k=2, routing_groups=2).shared_heads
+    (0, 3)
     """
 
     def __init__(
@@ -200,9 +243,13 @@ class TwoStageRouter(Router):
         kernel_initializer: Any = "glorot_uniform",
         kernel_regularizer: Any = None,
         kernel_constraint: Any = None,
+        *,
+        routing_groups: int = 1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(num_heads, num_shared_heads, top_k, **kwargs)
+        super().__init__(
+            num_heads, num_shared_heads, top_k, routing_groups=routing_groups, **kwargs
+        )
         self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
         self.kernel_regularizer = regularizer("kernel_regularizer", kernel_regularizer)
         self.kernel_constraint = constraint("kernel_constraint", kernel_constraint)
@@ -243,17 +290,22 @@ class TwoStageRouter(Router):
 
         scores = self.routed_scores(inputs)
         probabilities = softmax(scores)
-        candidates = largest(probabilities, self.top_k)
-        kept = ops.take_along_axis(probabilities, candidates, axis=-1)
+        by_group = self._by_group(probabilities)
+        candidates = largest(by_group, self.top_k // self.routing_groups)
+        kept = self._together(ops.take_along_axis(by_group, candidates, axis=-1))
         gates = self.top_k * kept / ops.sum(kept, axis=-1, keepdims=True)
-        heads = candidates + self.num_shared_heads
+
+        # In each group the heads taken are the shared ones, its first, and then the candidates.
+        numbers = self._by_group(ops.arange(self.num_heads, dtype="int32"))
+        shared = self.num_shared_heads // self.routing_groups
+        heads = candidates + numbers[..., shared : shared + 1]
         if self.group_scores is not None:
-            group = 2 * softmax(self.group_scores(inputs))
-            gates = ops.concatenate(
-                [group[..., :1] * shared_gates, group[..., 1:] * gates], axis=-1
-            )
-            shared = constant_heads(inputs, range(self.num_shared_heads))
-            heads = ops.concatenate([shared, heads], axis=-1)
+            factors = 2 * softmax(self.group_scores(inputs))
+            parts = (factors[..., :1] * shared_gates, factors[..., 1:] * gates)
+            gates = self._together(ops.concatenate([self._by_group(x) for x in parts], axis=-1))
+            shared_heads = ops.broadcast_to(numbers[..., :shared], (*ops.shape(heads)[:-1], shared))
+            heads = ops.concatenate([shared_heads, heads], axis=-1)
+        heads = self._together(heads)
         routing = Routing(heads, gates, probabilities)
         return (routing, scores) if return_scores else routing
 
@@ -261,6 +313,19 @@ class TwoStageRouter(Router):
         """The symbolic results of a symbolic call."""
         routing = super().compute_output_spec(inputs)
         return (routing, routing.probabilities) if return_scores else routing
+
+    def _by_group(self, x: Any) -> Any:
+        """`(..., N)` as `(..., r, N / r)`, and as it is where there is one group."""
+        if self.routing_groups == 1:
+            return x
+        lengths = (self.routing_groups, x.shape[-1] // self.routing_groups)
+        return ops.reshape(x, (*ops.shape(x)[:-1], *lengths))
+
+    def _together(self, x: Any) -> Any:
+        """The inverse of `_by_group`."""
+        if self.routing_groups == 1:
+            return x
+        return ops.reshape(x, (*ops.shape(x)[:-2], self.routing_groups * x.shape[-1]))
 
     def _shared_gates(self, inputs: Any) -> Any:
         if self.shared_scores is not None:
