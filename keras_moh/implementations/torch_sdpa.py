@@ -154,9 +154,10 @@ def attend_rows(
     row_gates = dense_gates.flatten().index_select(0, plan.places)
     # The fused kernel wants one width for all: features of 0 change neither scores nor outputs.
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    width = max(key_dim, value_dim)
-    query, key = (pad(x, (0, width - key_dim)) for x in (query, key))
-    value = pad(value, (0, width - value_dim))
+    if key_dim < value_dim:
+        query, key = (pad(x, (0, value_dim - key_dim)) for x in (query, key))
+    elif value_dim < key_dim:
+        value = pad(value, (0, key_dim - value_dim))
     output = _Attend.apply(query, key, value, plan, options)[:, :value_dim]
     return output * row_gates[:, None].to(output.dtype)
 
@@ -169,11 +170,13 @@ class _Project(torch.autograd.Function):
         tokens = x.flatten(0, 1)
         rows = x.new_empty((len(plan.places), kernel.shape[-1]))
         for run in plan.runs:
-            weights = kernel[:, run.heads].flatten(1)
-            product = _of_run(tokens, run) @ weights
-            if bias is not None:
-                product += bias[run.heads].flatten()
-            _by_token(rows, run).copy_(product.unflatten(1, (-1, kernel.shape[-1])))
+            product = _of_run(tokens, run) @ kernel[:, run.heads].flatten(1)
+            of_run = _by_token(rows, run)
+            product = product.view(of_run.shape)
+            if bias is None:
+                of_run.copy_(product)
+            else:
+                torch.add(product, bias[run.heads], out=of_run)
         return rows
 
     @staticmethod

@@ -1,0 +1,325 @@
+"""JAX: the heads taken, in tiles of rows, compiled by XLA.
+
+See `rows.py` for the rows. Each list of rows is walked through in tiles: a tile's scores over the
+keys of its batch entry are made, used and forgotten while they are in the processor's cache, so
+nothing of size `T x S` is ever in memory. Shapes are fixed and numbers of tiles are not: loops run
+as often as the lists need. A tile that reaches over the end of its list writes what the next list
+then overwrites. The backward pass makes the scores again, tile by tile, from their logarithms.
+
+Under causality or a window a tile reads the shortest of some fixed spans that holds the keys which
+its rows may see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_moh.implementations.rows import Rows, place, rows_of, take
+from keras_moh.implementations.spec import AttentionSpec, Options
+
+# Rows of a tile: the first is for long lists, and the last ones for what remains of them.
+_TILES = (256, 128, 64, 32)
+# Number of spans of keys, of which a tile reads the shortest that suffices.
+_SPANS = 8
+
+
+def unsupported_reason(spec: AttentionSpec) -> str | None:
+    """Why this implementation cannot serve a call, or `None`."""
+    if spec.return_attention_scores:
+        return "it does not keep the attention scores"
+    if spec.dropout > 0:
+        return "it has no dropout on the attention scores"
+    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
+        return "its mask has no head axis"
+    if None in (spec.batch, spec.query_length, spec.key_length):
+        return "it needs shapes that are numbers"
+    return None
+
+
+def attend(
+    query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
+) -> tuple[Any, None]:
+    """Attention of the heads taken; see `reference.attend`."""
+    static = _Static(options.is_causal, options.scale, options.sliding_window)
+    offset = jnp.asarray(options.causal_offset, jnp.int32)
+    arguments = (query, key, value, heads, gates, options.mask, offset)
+    return _attend(static, *arguments), None
+
+
+class _Static(NamedTuple):
+    """The options that compiled code depends on."""
+
+    is_causal: bool
+    scale: float
+    sliding_window: int | None
+
+
+class _Tensors(NamedTuple):
+    """What tiles are cut from: rows have as many behind them as the longest tile."""
+
+    query: Any  # (R + tile, d)
+    positions: Any  # (R + tile,)
+    key: Any  # (B, S, G, d)
+    value: Any  # (B, S, G, dv)
+    mask: Any  # (B or 1, T or 1, S or 1), or None
+    offset: Any
+
+
+class _Tile(NamedTuple):
+    """One tile: its numbers, and its scores' ingredients."""
+
+    query: Any  # (n, d)
+    key: Any  # (m, d)
+    value: Any  # (m, dv)
+    visible: Any  # (n, m), or None
+    start: Any  # first row
+    first_key: Any
+    is_row: Any  # (n,): rows past the end of the list are not
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, *arguments: Any) -> Any:
+    return _forward(static, *arguments)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(
+    static: _Static,
+    query: Any,
+    key: Any,
+    value: Any,
+    heads: Any,
+    gates: Any,
+    mask: Any,
+    offset: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    rows = rows_of(heads, query.shape[2])
+    tensors = _tensors(static, rows, query, key, value, mask, offset)
+    length = len(tensors.positions)
+
+    def add(tile: _Tile, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        scores = _scores(static, tile)
+        peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(scores.dtype).min)
+        weights = jnp.exp(scores - peak)
+        total = weights.sum(axis=-1, keepdims=True)
+        total = jnp.where(total > 0, total, 1)
+        results_of_tile = (weights @ tile.value / total, (peak + jnp.log(total))[:, 0])
+        return tuple(
+            lax.dynamic_update_slice_in_dim(result, of_tile, tile.start, axis=0)
+            for result, of_tile in zip(results, results_of_tile, strict=True)
+        )
+
+    dtype = _accumulator(query)
+    results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
+    output, log_sums = _for_tiles(static, tensors, rows, query.shape, add, results)
+    output = output[: len(rows.places)]
+    row_gates = take(_dense(gates, heads, query.shape[2]), rows)
+    gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
+    return gated, (query, key, value, heads, gates, mask, offset, output, log_sums)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tuple[Any, ...]:
+    query, key, value, heads, gates, mask, offset, output, log_sums = residuals
+    rows = rows_of(heads, query.shape[2])
+    tensors = _tensors(static, rows, query, key, value, mask, offset)
+    dtype = _accumulator(query)
+    by_gated = take(by_gated, rows).astype(dtype)
+    row_gates = take(_dense(gates, heads, query.shape[2]), rows)
+    by_gates = jnp.sum(by_gated * output, axis=-1)
+    by_output = _behind(by_gated * row_gates[:, None])
+    # The mean of the gradient by the weights, under the weights: that of the output, projected.
+    means = _behind(by_gates * row_gates)
+
+    def add(tile: _Tile, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        by_query, by_key, by_value = results
+        count, span = len(tile.query), len(tile.key)
+        of_tile = [lax.dynamic_slice_in_dim(x, tile.start, count) for x in (by_output, means)]
+        by_tile, mean = (
+            jnp.where(tile.is_row.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in of_tile
+        )
+        log_sum = lax.dynamic_slice_in_dim(log_sums, tile.start, count)
+        weights = jnp.exp(_scores(static, tile) - log_sum[:, None])
+        by_scores = static.scale * weights * (by_tile @ tile.value.T - mean[:, None])
+        by_query = lax.dynamic_update_slice_in_dim(by_query, by_scores @ tile.key, tile.start, 0)
+        sums = []
+        for total, summand in ((by_key, by_scores.T @ tile.query), (by_value, weights.T @ by_tile)):
+            before = lax.dynamic_slice_in_dim(total, tile.first_key, span)
+            sums.append(lax.dynamic_update_slice_in_dim(total, before + summand, tile.first_key, 0))
+        return by_query, *sums
+
+    by_query = jnp.zeros(tensors.query.shape, dtype)
+    by_query, by_key, by_value = _for_tiles(
+        static, tensors, rows, query.shape, add, (by_query,), (key, value)
+    )
+    by_query = place(by_query[: len(rows.places)].astype(query.dtype), rows)
+    by_gates = jnp.take_along_axis(place(by_gates, rows), heads, axis=-1).astype(gates.dtype)
+    return (
+        by_query,
+        by_key.astype(key.dtype),
+        by_value.astype(value.dtype),
+        None,
+        by_gates,
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _accumulator(x: Any) -> Any:
+    """The dtype of scores and sums."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _behind(x: Any) -> Any:
+    """Rows with zeros behind them, for a tile that reaches over the end."""
+    return jnp.pad(x, ((0, _TILES[0]), *[(0, 0)] * (x.ndim - 1)))
+
+
+def _dense(gates: Any, heads: Any, num_heads: int) -> Any:
+    slot_is_head = heads[..., None] == jnp.arange(num_heads)
+    return jnp.sum(jnp.where(slot_is_head, gates[..., None], 0), axis=-2)
+
+
+def _tensors(
+    static: _Static, rows: Rows, query: Any, key: Any, value: Any, mask: Any, offset: Any
+) -> _Tensors:
+    return _Tensors(
+        query=_behind(take(query, rows).astype(_accumulator(query))),
+        positions=_behind(rows.positions),
+        key=key,
+        value=value,
+        mask=None if mask is None else mask[:, 0],
+        offset=offset,
+    )
+
+
+def _scores(static: _Static, tile: _Tile) -> Any:
+    scores = static.scale * (tile.query @ tile.key.T)
+    return scores if tile.visible is None else jnp.where(tile.visible, scores, -jnp.inf)
+
+
+def _for_tiles(
+    static: _Static,
+    tensors: _Tensors,
+    rows: Rows,
+    shape: tuple[int, ...],
+    add: Callable[..., Any],
+    results: tuple[Any, ...],
+    sums_like: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """`results = add(tile, results)` for every tile of every list.
+
+    Further results are sums over the rows of each key/value head, of the shapes of `sums_like`.
+    """
+    batch, query_length, num_heads, _ = shape
+    key_length, groups = tensors.key.shape[1:3]
+    dtype = tensors.query.dtype
+    tiles = [n for n in _TILES if n <= max(query_length, _TILES[-1])]
+    spans = [key_length]
+    if static.is_causal or static.sliding_window is not None:
+        spans = sorted({-(-key_length * i // _SPANS) for i in range(1, _SPANS + 1)})
+
+    def of_list(index: Any, carry: Any) -> Any:
+        results, all_sums = carry
+        entry, group = index // num_heads, index % num_heads // (num_heads // groups)
+        key, value = (
+            lax.dynamic_slice(x, (entry, 0, group, 0), (1, key_length, 1, x.shape[-1]))[
+                0, :, 0
+            ].astype(dtype)
+            for x in (tensors.key, tensors.value)
+        )
+        stop = rows.starts[index + 1]
+
+        def of_tile(carry: Any) -> Any:
+            start, results = carry
+            remaining = stop - start
+            positions = tensors.positions
+            first = positions[start] + tensors.offset
+            largest = jnp.minimum(remaining, tiles[0])
+            last = positions[start + largest - 1] + tensors.offset
+            low, high = _span(static, first, last, key_length)
+            size = jnp.sum(remaining <= jnp.asarray(tiles)[1:])
+            span = jnp.sum(high - low > jnp.asarray(spans)[:-1])
+
+            def branch(count: int, width: int, results: Any) -> Any:
+                first_key = jnp.minimum(low, key_length - width)
+                tile = _cut(
+                    *(static, tensors, key, value, entry),
+                    *(start, count, first_key, width, remaining),
+                )
+                return add(tile, results)
+
+            branches = [
+                functools.partial(branch, count, width) for count in tiles for width in spans
+            ]
+            results = lax.switch(size * len(spans) + span, branches, results)
+            return start + jnp.minimum(remaining, tiles[0]), results
+
+        sums = tuple(jnp.zeros((key_length, x.shape[-1]), dtype) for x in sums_like)
+        _, results = lax.while_loop(
+            lambda carry: carry[0] < stop, of_tile, (rows.starts[index], (*results, *sums))
+        )
+        results, sums = results[: len(results) - len(sums)], results[len(results) - len(sums) :]
+        all_sums = tuple(x.at[entry, :, group].add(y) for x, y in zip(all_sums, sums, strict=True))
+        return results, all_sums
+
+    all_sums = tuple(jnp.zeros(x.shape, dtype) for x in sums_like)
+    results, all_sums = lax.fori_loop(0, batch * num_heads, of_list, (results, all_sums))
+    return *results, *all_sums
+
+
+def _span(static: _Static, first: Any, last: Any, key_length: int) -> tuple[Any, Any]:
+    """The range of keys that queries at positions `first` to `last` may see."""
+    low, high = jnp.zeros_like(first), jnp.full_like(last, key_length)
+    if static.sliding_window is not None:
+        low, high = first - static.sliding_window + 1, last + static.sliding_window
+    if static.is_causal:
+        high = jnp.minimum(high, last + 1)
+    low = jnp.clip(low, 0, key_length)
+    return low, jnp.clip(high, low, key_length)
+
+
+def _cut(
+    static: _Static,
+    tensors: _Tensors,
+    key: Any,
+    value: Any,
+    entry: Any,
+    start: Any,
+    count: int,
+    first_key: Any,
+    width: int,
+    remaining: Any,
+) -> _Tile:
+    """The tile of `count` rows from `start` on, over `width` keys from `first_key` on."""
+    positions = lax.dynamic_slice_in_dim(tensors.positions, start, count)
+    visible = None
+    if tensors.mask is not None:
+        mask = tensors.mask[entry if tensors.mask.shape[0] > 1 else 0]
+        visible = mask[positions] if mask.shape[0] > 1 else mask
+        if mask.shape[1] > 1:
+            visible = lax.dynamic_slice_in_dim(visible, first_key, width, axis=1)
+    distance = positions[:, None] + tensors.offset - first_key - jnp.arange(width)
+    if static.is_causal:
+        visible = distance >= 0 if visible is None else visible & (distance >= 0)
+    if static.sliding_window is not None:
+        near = jnp.abs(distance) < static.sliding_window
+        visible = near if visible is None else visible & near
+    return _Tile(
+        query=lax.dynamic_slice_in_dim(tensors.query, start, count),
+        key=lax.dynamic_slice_in_dim(key, first_key, width),
+        value=lax.dynamic_slice_in_dim(value, first_key, width),
+        visible=visible,
+        start=start,
+        first_key=first_key,
+        is_row=jnp.arange(count) < remaining,
+    )
