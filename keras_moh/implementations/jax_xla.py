@@ -13,6 +13,7 @@ its rows may see.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from jax import lax
 from keras_moh.implementations.rows import Rows, place, rows_of, take
 from keras_moh.implementations.spec import AttentionSpec, Options
 
-# Rows of a tile: the first is for long lists, and the last ones for what remains of them.
-_TILES = (256, 128, 64, 32)
+# Rows of a tile, at most and at least: in between, so many that a list is a few of them.
+_LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST = 256, 32, 4
 # Number of spans of keys, of which a tile reads the shortest that suffices.
 _SPANS = 8
 
@@ -103,21 +104,17 @@ def _forward(
     tensors = _tensors(static, rows, query, key, value, mask, offset)
     length = len(tensors.positions)
 
-    def add(tile: _Tile, results: tuple[Any, Any]) -> tuple[Any, Any]:
+    def of_tile(tile: _Tile, sums: tuple[()]) -> Any:
         scores = _scores(static, tile)
         peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(scores.dtype).min)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
         total = jnp.where(total > 0, total, 1)
-        results_of_tile = (weights @ tile.value / total, (peak + jnp.log(total))[:, 0])
-        return tuple(
-            lax.dynamic_update_slice_in_dim(result, of_tile, tile.start, axis=0)
-            for result, of_tile in zip(results, results_of_tile, strict=True)
-        )
+        return (weights @ tile.value / total, (peak + jnp.log(total))[:, 0]), sums
 
     dtype = _accumulator(query)
     results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
-    output, log_sums = _for_tiles(static, tensors, rows, query.shape, add, results)
+    (output, log_sums), _ = _for_tiles(static, tensors, rows, query.shape, of_tile, results)
     output = output[: len(rows.places)]
     row_gates = take(_dense(gates, heads, query.shape[2]), rows)
     gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
@@ -137,26 +134,31 @@ def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tup
     # The mean of the gradient by the weights, under the weights: that of the output, projected.
     means = _behind(by_gates * row_gates)
 
-    def add(tile: _Tile, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        by_query, by_key, by_value = results
-        count, span = len(tile.query), len(tile.key)
-        of_tile = [lax.dynamic_slice_in_dim(x, tile.start, count) for x in (by_output, means)]
-        by_tile, mean = (
-            jnp.where(tile.is_row.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in of_tile
+    def of_tile(tile: _Tile, sums: tuple[Any, Any]) -> Any:
+        of_rows = [
+            lax.dynamic_slice_in_dim(x, tile.start, len(tile.query))
+            for x in (by_output, means, log_sums)
+        ]
+        by_tile = jnp.where(tile.is_row[:, None], of_rows[0], 0)
+        mean, log_sum = jnp.where(tile.is_row, of_rows[1], 0)[:, None], of_rows[2][:, None]
+        weights = jnp.exp(_scores(static, tile) - log_sum)
+        by_scores = static.scale * weights * (by_tile @ tile.value.T - mean)
+        # Sums of (d, S), since products that turn the scores over take three times as long.
+        summands = (tile.query.T @ by_scores, by_tile.T @ weights)
+        sums = tuple(
+            lax.dynamic_update_slice_in_dim(
+                total,
+                lax.dynamic_slice_in_dim(total, tile.first_key, len(tile.key), axis=1) + summand,
+                tile.first_key,
+                axis=1,
+            )
+            for total, summand in zip(sums, summands, strict=True)
         )
-        log_sum = lax.dynamic_slice_in_dim(log_sums, tile.start, count)
-        weights = jnp.exp(_scores(static, tile) - log_sum[:, None])
-        by_scores = static.scale * weights * (by_tile @ tile.value.T - mean[:, None])
-        by_query = lax.dynamic_update_slice_in_dim(by_query, by_scores @ tile.key, tile.start, 0)
-        sums = []
-        for total, summand in ((by_key, by_scores.T @ tile.query), (by_value, weights.T @ by_tile)):
-            before = lax.dynamic_slice_in_dim(total, tile.first_key, span)
-            sums.append(lax.dynamic_update_slice_in_dim(total, before + summand, tile.first_key, 0))
-        return by_query, *sums
+        return (by_scores @ tile.key,), sums
 
-    by_query = jnp.zeros(tensors.query.shape, dtype)
-    by_query, by_key, by_value = _for_tiles(
-        static, tensors, rows, query.shape, add, (by_query,), (key, value)
+    results = (jnp.zeros(tensors.query.shape, dtype),)
+    (by_query,), (by_key, by_value) = _for_tiles(
+        static, tensors, rows, query.shape, of_tile, results, (key, value)
     )
     by_query = place(by_query[: len(rows.places)].astype(query.dtype), rows)
     by_gates = jnp.take_along_axis(place(by_gates, rows), heads, axis=-1).astype(gates.dtype)
@@ -179,9 +181,16 @@ def _accumulator(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def _tile_length(shape: tuple[int, ...], num_rows: int) -> int:
+    """Rows of a tile, for queries of the shape `(B, T, H, d)`."""
+    mean = num_rows / max(shape[0] * shape[2], 1) / _TILES_OF_A_LIST
+    length = 2 ** math.ceil(math.log2(max(mean, 1)))
+    return min(max(length, _SHORTEST_TILE), _LONGEST_TILE)
+
+
 def _behind(x: Any) -> Any:
     """Rows with zeros behind them, for a tile that reaches over the end."""
-    return jnp.pad(x, ((0, _TILES[0]), *[(0, 0)] * (x.ndim - 1)))
+    return jnp.pad(x, ((0, _LONGEST_TILE), *[(0, 0)] * (x.ndim - 1)))
 
 
 def _dense(gates: Any, heads: Any, num_heads: int) -> Any:
@@ -212,69 +221,66 @@ def _for_tiles(
     tensors: _Tensors,
     rows: Rows,
     shape: tuple[int, ...],
-    add: Callable[..., Any],
+    of_tile: Callable[..., Any],
     results: tuple[Any, ...],
     sums_like: tuple[Any, ...] = (),
-) -> tuple[Any, ...]:
-    """`results = add(tile, results)` for every tile of every list.
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """`results of its rows, sums = of_tile(tile, sums)` for every tile of every list.
 
-    Further results are sums over the rows of each key/value head, of the shapes of `sums_like`.
+    The sums are over the rows of each key/value head, of the shapes of `sums_like`.
     """
-    batch, query_length, num_heads, _ = shape
+    batch, _, num_heads, _ = shape
     key_length, groups = tensors.key.shape[1:3]
     dtype = tensors.query.dtype
-    tiles = [n for n in _TILES if n <= max(query_length, _TILES[-1])]
-    spans = [key_length]
+    count = _tile_length(shape, len(rows.places))
+    widths = [key_length]
     if static.is_causal or static.sliding_window is not None:
-        spans = sorted({-(-key_length * i // _SPANS) for i in range(1, _SPANS + 1)})
+        widths = sorted({-(-key_length * i // _SPANS) for i in range(1, _SPANS + 1)})
 
     def of_list(index: Any, carry: Any) -> Any:
         results, all_sums = carry
         entry, group = index // num_heads, index % num_heads // (num_heads // groups)
         key, value = (
-            lax.dynamic_slice(x, (entry, 0, group, 0), (1, key_length, 1, x.shape[-1]))[
-                0, :, 0
-            ].astype(dtype)
+            lax.dynamic_slice(x, (entry, 0, group, 0), (1, key_length, 1, x.shape[-1]))
+            .reshape(key_length, x.shape[-1])
+            .astype(dtype)
             for x in (tensors.key, tensors.value)
         )
         stop = rows.starts[index + 1]
 
-        def of_tile(carry: Any) -> Any:
-            start, results = carry
-            remaining = stop - start
-            positions = tensors.positions
-            first = positions[start] + tensors.offset
-            largest = jnp.minimum(remaining, tiles[0])
-            last = positions[start + largest - 1] + tensors.offset
+        def step(carry: Any) -> Any:
+            start, results, sums = carry
+            first = tensors.positions[start] + tensors.offset
+            last = tensors.positions[jnp.minimum(start + count, stop) - 1] + tensors.offset
             low, high = _span(static, first, last, key_length)
-            size = jnp.sum(remaining <= jnp.asarray(tiles)[1:])
-            span = jnp.sum(high - low > jnp.asarray(spans)[:-1])
 
-            def branch(count: int, width: int, results: Any) -> Any:
+            def of_width(width: int, sums: Any) -> Any:
                 first_key = jnp.minimum(low, key_length - width)
                 tile = _cut(
-                    *(static, tensors, key, value, entry),
-                    *(start, count, first_key, width, remaining),
+                    tensors, static, key, value, entry, start, stop, count, first_key, width
                 )
-                return add(tile, results)
+                return of_tile(tile, sums)
 
-            branches = [
-                functools.partial(branch, count, width) for count in tiles for width in spans
-            ]
-            results = lax.switch(size * len(spans) + span, branches, results)
-            return start + jnp.minimum(remaining, tiles[0]), results
+            branch = jnp.sum(high - low > jnp.asarray(widths)[:-1])
+            branches = [functools.partial(of_width, width) for width in widths]
+            of_rows, sums = lax.switch(branch, branches, sums)
+            results = tuple(
+                lax.dynamic_update_slice_in_dim(result, update, start, axis=0)
+                for result, update in zip(results, of_rows, strict=True)
+            )
+            return start + count, results, sums
 
-        sums = tuple(jnp.zeros((key_length, x.shape[-1]), dtype) for x in sums_like)
-        _, results = lax.while_loop(
-            lambda carry: carry[0] < stop, of_tile, (rows.starts[index], (*results, *sums))
+        sums = tuple(jnp.zeros((x.shape[-1], key_length), dtype) for x in sums_like)
+        _, results, sums = lax.while_loop(
+            lambda carry: carry[0] < stop, step, (rows.starts[index], results, sums)
         )
-        results, sums = results[: len(results) - len(sums)], results[len(results) - len(sums) :]
-        all_sums = tuple(x.at[entry, :, group].add(y) for x, y in zip(all_sums, sums, strict=True))
+        all_sums = tuple(
+            x.at[entry, :, group].add(y.T) for x, y in zip(all_sums, sums, strict=True)
+        )
         return results, all_sums
 
     all_sums = tuple(jnp.zeros(x.shape, dtype) for x in sums_like)
-    results, all_sums = lax.fori_loop(0, batch * num_heads, of_list, (results, all_sums))
-    return *results, *all_sums
+    return lax.fori_loop(0, batch * num_heads, of_list, (results, all_sums))
 
 
 def _span(static: _Static, first: Any, last: Any, key_length: int) -> tuple[Any, Any]:
@@ -289,16 +295,16 @@ def _span(static: _Static, first: Any, last: Any, key_length: int) -> tuple[Any,
 
 
 def _cut(
-    static: _Static,
     tensors: _Tensors,
+    static: _Static,
     key: Any,
     value: Any,
     entry: Any,
     start: Any,
+    stop: Any,
     count: int,
     first_key: Any,
     width: int,
-    remaining: Any,
 ) -> _Tile:
     """The tile of `count` rows from `start` on, over `width` keys from `first_key` on."""
     positions = lax.dynamic_slice_in_dim(tensors.positions, start, count)
@@ -321,5 +327,5 @@ def _cut(
         visible=visible,
         start=start,
         first_key=first_key,
-        is_row=jnp.arange(count) < remaining,
+        is_row=start + jnp.arange(count) < stop,
     )

@@ -1,8 +1,8 @@
 """The rows of routed attention: every (token, head) pair that was taken, list by list.
 
 The tokens that took head `h` in batch entry `b` are one list, by position. The
-lists follow one another by batch entry and head, without gaps: `B T K` rows in all, however unevenly
-the heads are taken. Both directions between tokens and rows are gathers, since scattering is slow
+lists follow one another by batch entry and head, without gaps: `B T K` rows in all, however
+unevenly the heads are taken. Both directions between tokens and rows are gathers: scattering is slow
 where XLA compiles for a CPU.
 """
 
