@@ -2,8 +2,8 @@
 
 The tokens that took head `h` in batch entry `b` are one list, by position. The
 lists follow one another by batch entry and head, without gaps: `B T K` rows in all, however
-unevenly the heads are taken. Both directions between tokens and rows are gathers: scattering is slow
-where XLA compiles for a CPU.
+unevenly the heads are taken. Both directions between tokens and rows are gathers: scattering is
+slow where XLA compiles for a CPU.
 """
 
 from __future__ import annotations
