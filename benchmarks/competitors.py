@@ -68,7 +68,7 @@ def _weights_by_path(layer: keras.Layer) -> dict[str, keras.Variable]:
     return {weight.path.split("/", 1)[1]: weight for weight in layer.weights}
 
 
-def call(layer: keras.Layer, tokens: Any, case: Case) -> Any:
+def call(layer: keras.Layer, case: Case, tokens: Any) -> Any:
     """The layer's output for `tokens`, as a user would ask for it."""
     inputs = (tokens,) if isinstance(layer, MoHAttention) else (tokens, tokens)
     return layer(*inputs, use_causal_mask=case.is_causal, training=case.training)

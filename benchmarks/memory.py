@@ -78,12 +78,10 @@ def measure(name: str, mode: str, case: Case, whole_check: bool) -> dict[str, fl
 
 
 def _first_rows(name: str, case: Case, data: Data) -> np.ndarray:
-    """The reference's output for the first rows, which attend to all."""
-    layer = competitors.build(
-        competitors.DENSE if name == competitors.DENSE else competitors.REFERENCE,
-        case,
-        data.weights,
-    )
+    """The output of the first rows, which attend to all, without skipping any head."""
+    plain = competitors.oracle(name) == competitors.KERAS
+    oracle = competitors.DENSE if plain else competitors.REFERENCE
+    layer = competitors.build(oracle, case, data.weights)
     run = load_backend().forward(
         lambda rows, tokens: layer(rows, tokens, use_causal_mask=case.is_causal),
         [data.tokens[:, :_CHECKED_ROWS], data.tokens],

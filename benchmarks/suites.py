@@ -101,7 +101,8 @@ def roofline(options: Options) -> Iterator[Record]:
         yield options.measure(case, [KERAS, CHOSEN], others=others)
 
 
-def _memory(case: Case, names: list[str], whole_check: bool) -> Record:
+def memory_record(case: Case, names: list[str], whole_check: bool) -> Record:
+    """The peak memory of these competitors, each in a process of its own."""
     return {
         "case": dataclasses.asdict(case),
         "memory": {
@@ -117,13 +118,13 @@ def _memory(case: Case, names: list[str], whole_check: bool) -> Record:
 def memory_of_training(options: Options) -> Iterator[Record]:
     """The peak memory of one training step."""
     for length in options.lengths or (4096,):
-        yield _memory(Case(length, training=True), [KERAS, CHOSEN], whole_check=True)
+        yield memory_record(Case(length, training=True), [KERAS, CHOSEN], whole_check=True)
 
 
 def long(options: Options) -> Iterator[Record]:
     """The peak memory of long input, where plain attention may need more than there is."""
     for length in options.lengths or (16384,):
-        yield _memory(Case(length), [CHOSEN], whole_check=False)
+        yield memory_record(Case(length), [CHOSEN], whole_check=False)
 
 
 SUITES: dict[str, Callable[[Options], Iterator[Record]]] = {
