@@ -132,6 +132,7 @@ def flops(case: Case) -> dict[str, float]:
 
 
 Record = dict[str, Any]
+Makers = Mapping[tuple[str, str], Callable[[Case, Data], Program]]
 
 
 def measure(
@@ -139,7 +140,7 @@ def measure(
     names: Sequence[str],
     rounds: int,
     seconds: float,
-    others: Mapping[tuple[str, str], Callable[[Case, Data], Program]] | None = None,
+    others: Makers | None = None,
 ) -> Record:
     """Check these competitors on a case, and time them in turn.
 

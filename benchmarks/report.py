@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.cases import BARS, Case
 from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
 
-Record = dict[str, Any]
+Record = dict[str, Any]  # as `harness.measure` returns it
 Results = dict[str, Any]
 
 NEVER_SLOWER_THAN = 1.05  # of the grid: times the reference, and for plain attention times Keras's
@@ -318,8 +318,10 @@ DOCS_BLOCKS: dict[str, tuple[str, Callable[[Sequence[Results]], str]]] = {
     "speed-ups": ("bars", lambda results: both_passes(results, _speedup_cell)),
     "milliseconds": ("bars", lambda results: both_passes(results, _milliseconds_cell, limit=False)),
     "gemm": ("bars", lambda results: both_passes(results, _gemm_cell, limit=False)),
-    **{suite: (suite, SUMMARIES[suite]) for suite in ("grid", "compact", "memory", "long")},
-    "roofline": ("roofline", roofline),
+    **{
+        suite: (suite, SUMMARIES[suite])
+        for suite in ("roofline", "compact", "grid", "memory", "long")
+    },
 }
 _BLOCK = re.compile(
     r"(?P<begin><!-- benchmarks: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL

@@ -15,7 +15,7 @@ from benchmarks import memory
 from benchmarks.backends import load_backend
 from benchmarks.cases import HEADS_BY_SHARE, Case
 from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE, implementations
-from benchmarks.harness import Record, measure
+from benchmarks.harness import Makers, Record, measure
 from benchmarks.roofline import ROOFLINE, make_program
 
 BOTH = (False, True)
@@ -37,9 +37,9 @@ class Options:
     seconds: float = 1.0
     tokens: int = 4096
 
-    def measure(self, case: Case, names: list[str], **others: object) -> Record:
+    def measure(self, case: Case, names: list[str], others: Makers | None = None) -> Record:
         """`harness.measure` with these rounds."""
-        return measure(case, names, self.rounds, self.seconds, **others)
+        return measure(case, names, self.rounds, self.seconds, others)
 
 
 def bars(options: Options) -> Iterator[Record]:
@@ -59,8 +59,8 @@ def grid(options: Options) -> Iterator[Record]:
         case = Case(length, batch, training=training, is_causal=is_causal)
         yield options.measure(case, [KERAS, DENSE])
         for shared, routed in HEADS_BY_SHARE.values():
-            routing = {"num_shared_heads": shared, "top_k": routed}
-            yield options.measure(dataclasses.replace(case, **routing), [REFERENCE, CHOSEN])
+            case = dataclasses.replace(case, num_shared_heads=shared, top_k=routed)
+            yield options.measure(case, [REFERENCE, CHOSEN])
 
 
 def compact(options: Options) -> Iterator[Record]:
@@ -87,9 +87,8 @@ def curves(options: Options) -> Iterator[Record]:
             yield options.measure(Case(length, training=training), [KERAS, CHOSEN])
         for shared, routed in HEADS_BY_SHARE.values():
             if (shared, routed) != (Case.num_shared_heads, Case.top_k):
-                case = Case(max(lengths), training=training)
-                routing = {"num_shared_heads": shared, "top_k": routed}
-                yield options.measure(dataclasses.replace(case, **routing), [KERAS, CHOSEN])
+                case = Case(max(lengths), num_shared_heads=shared, top_k=routed, training=training)
+                yield options.measure(case, [KERAS, CHOSEN])
 
 
 def roofline(options: Options) -> Iterator[Record]:

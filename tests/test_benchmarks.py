@@ -200,7 +200,7 @@ def test_memory_is_of_a_right_answer(name, whole_check, monkeypatch):
 class Cases(suites.Options):
     """Options under which a suite yields its cases and competitors, and measures nothing."""
 
-    def measure(self, case, names, **others):
+    def measure(self, case, names, others=None):
         return case, names
 
 
