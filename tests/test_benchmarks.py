@@ -1,6 +1,8 @@
 """The benchmarks' harness on tiny cases: what it checks and reports, never how fast anything is."""
 
 import json
+import sys
+import types
 from dataclasses import replace
 
 import keras
@@ -13,6 +15,7 @@ from benchmarks.cases import BARS, Case
 from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
 from benchmarks.harness import WrongAnswerError
 from benchmarks.roofline import ROOFLINE, make_program
+from keras_moh.implementations import IMPLEMENTATIONS
 
 TINY = Case(
     8, batch=2, features=12, num_heads=4, key_dim=3, num_shared_heads=1, top_k=1, is_causal=True
@@ -52,6 +55,17 @@ def test_measure(case):
     assert record["gemm_rate"] > 0
     assert record["flops"]["active"] < record["flops"]["dense"]
     assert json.loads(json.dumps(record)) == record
+
+
+def test_an_implementation_that_does_not_serve_is_skipped_with_its_reason(monkeypatch):
+    module = types.ModuleType("never")
+    module.unsupported_reason = lambda spec: f"no head of width {spec.key_dim}. Never"
+    monkeypatch.setitem(sys.modules, "never", module)
+    monkeypatch.setitem(IMPLEMENTATIONS, "never", (None, "never"))
+    record = harness.measure(TINY, [KERAS, "never", CHOSEN], rounds=1, seconds=0)
+    assert record["skipped"] == {"never": "no head of width 3. Never"}
+    assert set(record["seconds"]) == {KERAS, CHOSEN}
+    assert "Skipped never: no head of width 3. Never" in report.record_table(record)
 
 
 def test_all_competitors_have_the_same_weights():
