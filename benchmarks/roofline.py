@@ -2,7 +2,8 @@
 
 The same matrix products, gates and bare attention, on rows that were gathered beforehand: the
 queries of each head are together already, and nothing is routed, sorted, masked or added up. A
-causal row attends to the keys up to the last position of its tile.
+causal row attends to the keys up to the last position of its tile. Of short sequences it is no
+limit: there one product for all heads may take less time than a small one for each.
 """
 
 from __future__ import annotations
