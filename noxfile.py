@@ -124,7 +124,7 @@ def docs(session: nox.Session) -> None:
 @each_backend
 def benchmarks(session: nox.Session, backend: str) -> None:
     """Measure one backend; arguments after `--` go to `python -m benchmarks`."""
-    install(session, "--editable", ".", FRAMEWORKS[backend])
+    install(session, "--editable", ".[plots]", FRAMEWORKS[backend])
     session.run(
         "python", "-m", "benchmarks", *session.posargs, env=keras_environment(session, backend)
     )

@@ -1,6 +1,7 @@
 """Mixture-of-Head attention (arXiv 2410.11842) for Keras 3, on TensorFlow, JAX and PyTorch."""
 
 from keras_moh.errors import UnsupportedError
+from keras_moh.flops import AttentionFLOPs, PartFLOPs, attention_flops
 from keras_moh.moh_attention import MoHAttention
 from keras_moh.routed_attention import routed_attention
 from keras_moh.routing import (
@@ -14,12 +15,15 @@ from keras_moh.routing import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionFLOPs",
     "MoHAttention",
+    "PartFLOPs",
     "Router",
     "Routing",
     "TwoStageRouter",
     "UnsupportedError",
     "__version__",
+    "attention_flops",
     "load_balancing_loss",
     "routed_attention",
     "router_z_loss",
