@@ -8,8 +8,11 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 def describe(x: Any) -> tuple[str, bool]:
     """The kind of device, and whether `x` is being compiled by XLA, whose shapes are fixed."""
-    device = "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
-    in_xla = not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+    return "gpu" if tf.config.list_logical_devices("GPU") else "cpu", is_compiled_by_xla()
+
+
+def is_compiled_by_xla() -> bool:
+    """Whether the graph that is being built is for XLA."""
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
-    return device, in_xla

@@ -1,0 +1,338 @@
+"""TensorFlow: the heads taken, in tiles of rows, in graphs, eagerly and compiled by XLA alike.
+
+See `rows.py` for the rows. Each list of rows is walked through in tiles: a tile's scores over the
+keys of its batch entry are made, used and forgotten, so nothing of size `T x S` is ever in memory.
+The backward pass makes them again.
+
+In graphs and eagerly a list is cut into equal tiles, and under causality or a window a tile reads
+only the keys that its rows may see. Under XLA, whose shapes are fixed, all tiles are of one length
+and read all keys: a tile that reaches over the end of its list writes what the next list then
+overwrites.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from keras import ops
+
+from keras_moh.heads import dense_gates
+from keras_moh.implementations.rows import Rows, place, rows_of, take
+from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.implementations.tensorflow_device import is_compiled_by_xla
+
+# Rows of a tile, at most; under XLA of every tile.
+_LONGEST_TILE, _XLA_TILE = 512, 128
+# Lists that may be worked on at once.
+_PARALLEL_LISTS = 4
+# Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
+_MASKED = -1e30
+
+
+def unsupported_reason(spec: AttentionSpec) -> str | None:
+    """Why this implementation cannot serve a call, or `None`."""
+    if spec.return_attention_scores:
+        return "it does not keep the attention scores"
+    if spec.dropout > 0:
+        return "it has no dropout on the attention scores"
+    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
+        return "its mask has no head axis"
+    return None
+
+
+def attend(
+    query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
+) -> tuple[Any, None]:
+    """Attention of the heads taken; see `reference.attend`."""
+    rows = rows_of(heads, query.shape[2])
+    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
+
+    @tf.custom_gradient
+    def gated(query: Any, key: Any, value: Any, row_gates: Any) -> Any:
+        tensors = _tensors(rows, query, key, value, options)
+        output = _outputs(tensors)
+        factors = tf.cast(row_gates[:, None], output.dtype)
+
+        def gradient(by_gated: Any) -> list[Any]:
+            by_query, *others = _gradients(tensors, take(by_gated, rows), output, row_gates)
+            inputs = (query, key, value, row_gates)
+            gradients = (place(by_query, rows), *others)
+            return [tf.cast(x, y.dtype) for x, y in zip(gradients, inputs, strict=True)]
+
+        return place(tf.cast(output * factors, query.dtype), rows), gradient
+
+    return gated(query, key, value, row_gates), None
+
+
+class _Tensors(NamedTuple):
+    """What tiles are cut from."""
+
+    rows: Rows
+    query: Any  # (R, d)
+    key: Any  # (B G, S, d)
+    value: Any  # (B G, S, dv)
+    num_heads: int
+    groups: int
+    options: Options
+
+
+class _Tile(NamedTuple):
+    """Some rows of one list with the keys that they see."""
+
+    query: Any  # (n, d)
+    key: Any  # (m, d)
+    value: Any  # (m, dv)
+    visible: Any  # (n, m), or None
+
+
+def _tensors(rows: Rows, query: Any, key: Any, value: Any, options: Options) -> _Tensors:
+    dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
+
+    def by_group(x: Any) -> Any:
+        batch, length, groups, width = ops.shape(x)
+        x = tf.transpose(tf.cast(x, dtype), (0, 2, 1, 3))
+        return tf.reshape(x, (batch * groups, length, width))
+
+    query_rows = tf.cast(take(query, rows), dtype)
+    return _Tensors(
+        *(rows, query_rows, by_group(key), by_group(value)),
+        *(query.shape[2], key.shape[2], options),
+    )
+
+
+def _weights(tile: _Tile, scale: float) -> Any:
+    scores = tf.matmul(scale * tile.query, tile.key, transpose_b=True)
+    if tile.visible is None:
+        return tf.nn.softmax(scores)
+    scores = tf.where(tile.visible, scores, tf.constant(_MASKED, scores.dtype))
+    return tf.where(tile.visible, tf.nn.softmax(scores), tf.zeros_like(scores))
+
+
+def _outputs(tensors: _Tensors) -> Any:
+    """The ungated outputs `(R, dv)`."""
+
+    def of_tile(tile: _Tile) -> Any:
+        return [tf.matmul(_weights(tile, tensors.options.scale), tile.value)], []
+
+    (output,), _ = _for_tiles(tensors, [], of_tile, [tensors.value.shape[-1]], [])
+    return output
+
+
+def _gradients(tensors: _Tensors, by_gated: Any, output: Any, row_gates: Any) -> tuple[Any, ...]:
+    """The gradients by query rows, key, value and row gates, from that by the gated outputs."""
+    scale = tensors.options.scale
+    by_gated, row_gates = tf.cast(by_gated, output.dtype), tf.cast(row_gates, output.dtype)
+    by_row_gates = tf.reduce_sum(by_gated * output, axis=-1)
+    by_output = by_gated * row_gates[:, None]
+    # The mean of the gradient by the weights, under the weights: that of the output, projected.
+    means = (by_row_gates * row_gates)[:, None]
+
+    def of_tile(tile: _Tile, by_output: Any, means: Any) -> Any:
+        weights = _weights(tile, scale)
+        by_weights = tf.matmul(by_output, tile.value, transpose_b=True)
+        by_scores = scale * weights * (by_weights - means)
+        # Sums of (d, S), since products that turn the scores over take longer.
+        summands = [
+            tf.matmul(tile.query, by_scores, transpose_a=True),
+            tf.matmul(by_output, weights, transpose_a=True),
+        ]
+        return [tf.matmul(by_scores, tile.key)], summands
+
+    widths = [tensors.key.shape[-1], tensors.value.shape[-1]]
+    (by_query,), sums = _for_tiles(tensors, [by_output, means], of_tile, widths[:1], widths)
+    return by_query, *sums, by_row_gates
+
+
+def _for_tiles(
+    tensors: _Tensors,
+    inputs: list[Any],
+    of_tile: Callable[..., tuple[list[Any], list[Any]]],
+    widths: list[int],
+    sum_widths: list[int],
+) -> tuple[list[Any], list[Any]]:
+    """`of_tile(tile, *inputs of its rows)`, which gives results of rows and summands, of all tiles.
+
+    Args:
+        tensors: What tiles are cut from.
+        inputs: Further inputs `(R, ...)`, to be cut likewise.
+        of_tile: From `n` rows and `m` keys to results `(n, width)` and summands `(width, m)`.
+        widths: Those of the results.
+        sum_widths: Those of the summands.
+
+    Returns:
+        The results `(R, width)`, and of every batch entry, key and key/value head the sums of the
+        summands, `(B, S, G, width)`.
+    """
+    drive = _for_fixed_tiles if is_compiled_by_xla() else _for_fitting_tiles
+    results, sums = drive(tensors, inputs, of_tile, widths, sum_widths)
+    batch, key_length = ops.shape(tensors.rows.taken)[0], ops.shape(tensors.key)[1]
+    by_group = (batch, tensors.groups, tensors.num_heads // tensors.groups)
+    sums = [
+        tf.reduce_sum(tf.reshape(x, (*by_group, width, key_length)), axis=2)
+        for x, width in zip(sums, sum_widths, strict=True)
+    ]
+    return results, [tf.transpose(x, (0, 3, 1, 2)) for x in sums]
+
+
+def _for_fitting_tiles(
+    tensors: _Tensors, inputs: list[Any], of_tile: Any, widths: list[int], sum_widths: list[int]
+) -> tuple[list[Any], list[Any]]:
+    """`_for_tiles` where shapes may depend on values; the sums are `(lists, width, S)`."""
+    dtype, starts = tensors.query.dtype, tensors.rows.starts
+    num_lists, key_length = tf.shape(starts)[0] - 1, tf.shape(tensors.key)[1]
+
+    def arrays(size: Any, shapes: list[Any]) -> list[tf.TensorArray]:
+        return [
+            tf.TensorArray(dtype, size, element_shape=shape, infer_shape=False) for shape in shapes
+        ]
+
+    def of_list(index: Any, results: Any, sums: Any) -> Any:
+        start, count = starts[index], starts[index + 1] - starts[index]
+        number = tf.maximum(-(-count // _LONGEST_TILE), 1)
+        list_key, list_value, mask = _of_list(tensors, index)
+
+        def of_part(part: Any, results: Any, sums: Any) -> Any:
+            begin, end = start + part * count // number, start + (part + 1) * count // number
+            positions = tensors.rows.positions[begin:end]
+            low, high = _span(tensors.options, positions, key_length)
+            tile = _Tile(
+                tensors.query[begin:end],
+                list_key[low:high],
+                list_value[low:high],
+                _visible(tensors.options, mask, positions, low, high),
+            )
+            of_rows, summands = of_tile(tile, *(x[begin:end] for x in inputs))
+            results = [x.write(part, y) for x, y in zip(results, of_rows, strict=True)]
+            padding = [[0, 0], [low, key_length - high]]
+            sums = [x + tf.pad(y, padding) for x, y in zip(sums, summands, strict=True)]
+            return part + 1, results, sums
+
+        of_parts = arrays(number, [(None, width) for width in widths])
+        list_sums = [tf.zeros((width, key_length), dtype) for width in sum_widths]
+        _, of_parts, list_sums = tf.while_loop(
+            lambda part, *_: part < number, of_part, (0, of_parts, list_sums), parallel_iterations=1
+        )
+        results = [x.write(index, y.concat()) for x, y in zip(results, of_parts, strict=True)]
+        sums = [x.write(index, y) for x, y in zip(sums, list_sums, strict=True)]
+        return index + 1, results, sums
+
+    # One element more than there are lists, of nothing: arrays without any cannot be put together.
+    results = arrays(num_lists + 1, [(None, width) for width in widths])
+    sums = arrays(num_lists + 1, [(width, None) for width in sum_widths])
+    _, results, sums = tf.while_loop(
+        lambda index, *_: index < num_lists,
+        of_list,
+        (0, results, sums),
+        parallel_iterations=_PARALLEL_LISTS,
+    )
+    ends = [tf.zeros((0, width), dtype) for width in widths]
+    sum_ends = [tf.zeros((width, key_length), dtype) for width in sum_widths]
+    return (
+        [x.write(num_lists, y).concat() for x, y in zip(results, ends, strict=True)],
+        [x.write(num_lists, y).stack()[:-1] for x, y in zip(sums, sum_ends, strict=True)],
+    )
+
+
+def _for_fixed_tiles(
+    tensors: _Tensors, inputs: list[Any], of_tile: Any, widths: list[int], sum_widths: list[int]
+) -> tuple[list[Any], list[Any]]:
+    """`_for_tiles` where shapes are fixed; the sums are `(lists, width, S)`."""
+    dtype, starts = tensors.query.dtype, tensors.rows.starts
+    num_rows, num_lists = ops.shape(tensors.query)[0], ops.shape(starts)[0] - 1
+    key_length = ops.shape(tensors.key)[1]
+
+    def behind(x: Any) -> Any:
+        """Rows with zeros behind them, for a tile that reaches over the end."""
+        return tf.pad(x, [[0, _XLA_TILE], *[[0, 0]] * (len(x.shape) - 1)])
+
+    all_query, all_positions = behind(tensors.query), behind(tensors.rows.positions)
+    all_inputs = [behind(x) for x in inputs]
+
+    def of_list(index: Any, results: Any, sums: Any) -> Any:
+        stop = starts[index + 1]
+        list_key, list_value, mask = _of_list(tensors, index)
+
+        def of_part(begin: Any, results: Any, sums: Any) -> Any:
+            positions = _cut(all_positions, begin)
+            tile = _Tile(
+                _cut(all_query, begin),
+                list_key,
+                list_value,
+                _visible(tensors.options, mask, positions, 0, key_length),
+            )
+            is_row = (begin + tf.range(_XLA_TILE) < stop)[:, None]
+            cuts = [_cut(x, begin) for x in all_inputs]
+            of_rows, summands = of_tile(
+                tile, *(tf.where(is_row, x, tf.zeros_like(x)) for x in cuts)
+            )
+            results = [
+                ops.slice_update(x, [begin, 0], y) for x, y in zip(results, of_rows, strict=True)
+            ]
+            return begin + _XLA_TILE, results, [x + y for x, y in zip(sums, summands, strict=True)]
+
+        list_sums = [tf.zeros((width, key_length), dtype) for width in sum_widths]
+        _, results, list_sums = tf.while_loop(
+            lambda begin, *_: begin < stop, of_part, (starts[index], results, list_sums)
+        )
+        sums = [
+            ops.slice_update(x, [index, 0, 0], y[None])
+            for x, y in zip(sums, list_sums, strict=True)
+        ]
+        return index + 1, results, sums
+
+    _, results, sums = tf.while_loop(
+        lambda index, *_: index < num_lists,
+        of_list,
+        (
+            0,
+            [tf.zeros((num_rows + _XLA_TILE, width), dtype) for width in widths],
+            [tf.zeros((num_lists, width, key_length), dtype) for width in sum_widths],
+        ),
+    )
+    return [x[:num_rows] for x in results], sums
+
+
+def _cut(x: Any, begin: Any) -> Any:
+    """`_XLA_TILE` rows from `begin` on."""
+    return tf.slice(x, [begin, *[0] * (len(x.shape) - 1)], [_XLA_TILE, *ops.shape(x)[1:]])
+
+
+def _of_list(tensors: _Tensors, index: Any) -> tuple[Any, Any, Any]:
+    """Key `(S, d)`, value `(S, dv)` and mask `(T or 1, S)` or `None` of a list."""
+    group = index // (tensors.num_heads // tensors.groups)
+    mask = tensors.options.mask
+    if mask is not None:
+        entry = index // tensors.num_heads if mask.shape[0] != 1 else 0
+        mask = mask[entry, 0]
+        mask = tf.broadcast_to(mask, (tf.shape(mask)[0], tf.shape(tensors.key)[1]))
+    return tensors.key[group], tensors.value[group], mask
+
+
+def _span(options: Options, positions: Any, key_length: Any) -> tuple[Any, Any]:
+    """The range of keys that queries at ascending `positions` may see."""
+    ends = tf.concat([positions[:1], positions[-1:], [0, 0]], axis=0)
+    first, last = ends[0] + options.causal_offset, ends[1] + options.causal_offset
+    low, high = 0, key_length
+    if options.sliding_window is not None:
+        low, high = first - options.sliding_window + 1, last + options.sliding_window
+    if options.is_causal:
+        high = tf.minimum(high, last + 1)
+    low = tf.clip_by_value(low, 0, key_length)
+    return low, tf.clip_by_value(high, low, key_length)
+
+
+def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -> Any:
+    """Which of the keys `low` to `high` the queries at `positions` may see, or `None` for all."""
+    visible = []
+    if mask is not None:
+        mask = mask[:, low:high]
+        visible.append(mask if mask.shape[0] == 1 else tf.gather(mask, positions))
+    distance = positions[:, None] + options.causal_offset - tf.range(low, high)
+    if options.is_causal:
+        visible.append(distance >= 0)
+    if options.sliding_window is not None:
+        visible.append(tf.abs(distance) < options.sliding_window)
+    return functools.reduce(tf.logical_and, visible) if visible else None
