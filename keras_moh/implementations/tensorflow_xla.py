@@ -47,6 +47,8 @@ def attend(
     query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, None]:
     """Attention of the heads taken; see `reference.attend`."""
+    if 0 in (*query.shape[:2], key.shape[1]):
+        return tf.zeros((*ops.shape(query)[:3], value.shape[-1]), query.dtype), None
     rows = rows_of(heads, query.shape[2])
     row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
 
