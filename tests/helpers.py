@@ -84,6 +84,38 @@ def gradients(
     )
 
 
+def output_and_gradients(
+    function: Callable[..., Any], inputs: Sequence[Any], cotangent: Any
+) -> tuple[Any, Sequence[Any]]:
+    """The tensor `function(*inputs)`, and the gradients of its product with `cotangent`.
+
+    In the framework's own words, to be traced and compiled by who calls it; `None` is the gradient
+    by what the output does not depend on.
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        output, pullback = jax.vjp(function, *inputs)
+        return output, pullback(ops.cast(cotangent, output.dtype))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            output = function(*inputs)
+        cotangent = tf.cast(cotangent, output.dtype)
+        by_inputs = tape.gradient(output, inputs, cotangent)
+        return output, [None if x is None else tf.convert_to_tensor(x) for x in by_inputs]
+
+    import torch
+
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    output = function(*inputs)
+    by_inputs = torch.autograd.grad(output, inputs, cotangent.to(output.dtype), allow_unused=True)
+    return output.detach(), by_inputs
+
+
 def _torch(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
     import torch
 
