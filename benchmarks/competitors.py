@@ -40,7 +40,7 @@ def build(name: str, case: Case, weights: Mapping[str, np.ndarray]) -> keras.Lay
     elif groups == case.num_heads:
         layer = keras.layers.MultiHeadAttention(case.num_heads, case.key_dim)
     else:
-        layer = keras.layers.GroupedQueryAttention(case.key_dim, case.num_heads, groups)
+        layer = keras.layers.GroupQueryAttention(case.key_dim, case.num_heads, groups)
     shape = (case.batch, case.length, case.features)
     layer.build(shape, shape)
     for path, weight in _weights_by_path(layer).items():

@@ -574,8 +574,8 @@ class MoHAttention(keras.layers.Layer):
         spec = attention_spec(
             self._fold(query),
             (self.num_heads, self.key_dim),
-            *(key_heads, value_heads, routing, options, with_attention_scores),
-            routing_groups=self.routing_groups,
+            *(key_heads, value_heads, routing, options),
+            *(with_attention_scores, self.routing_groups),
         )
         implementation = choose_implementation(spec, self.implementation)
         arguments = (key_heads, value_heads, routing.heads, routing.gates)

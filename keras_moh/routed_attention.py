@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moh.errors import boolean, invalid_argument, number_in, optional_integer
+from keras_moh.errors import boolean, integer, invalid_argument, number_in, optional_integer
 from keras_moh.implementations import (
     check_implementation,
     choose_implementation,
@@ -33,6 +33,7 @@ def routed_attention(
     seed: Any = None,
     return_attention_scores: bool = False,
     implementation: str | None = None,
+    routing_groups: int = 1,
 ) -> Any:
     r"""Dot-product attention of the heads that each token took, times their gates.
 
@@ -62,6 +63,9 @@ def routed_attention(
         return_attention_scores: Whether to return the scores too. Defaults to `False`.
         implementation: Name of the implementation to use, or `None`, the default, for the fastest
             that serves the call.
+        routing_groups: Number of groups of `H / routing_groups` neighbouring heads, of which each
+            token is known to take equally many. Defaults to 1. It is not checked, and lets
+            `"compact"` serve where it is a multiple of `G`.
 
     Returns:
         The outputs `(B, T, H, dv)`, 0 at heads that were not taken and in rows that may attend to
@@ -100,9 +104,18 @@ def routed_attention(
     dropout = number_in("dropout", dropout, 0, below=1)
     return_attention_scores = boolean("return_attention_scores", return_attention_scores)
     check_implementation(implementation)
+    routing_groups = integer("routing_groups", routing_groups, 1)
+    active_heads = routing.heads.shape[-1]
+    if query.shape[2] % routing_groups or active_heads % routing_groups:
+        raise ValueError(
+            "Argument `routing_groups` must divide the heads and the active heads. Received: "
+            f"routing_groups={routing_groups} with {query.shape[2]} heads, of which {active_heads} "
+            "are active"
+        )
     options = Options(mask, is_causal, scale, causal_offset, sliding_window, dropout, seed)
     spec = attention_spec(
-        query, query.shape[2:], key, value, routing, options, return_attention_scores
+        *(query, query.shape[2:], key, value, routing, options),
+        *(return_attention_scores, routing_groups),
     )
     output, scores = choose_implementation(spec, implementation).attend(
         query, key, value, routing.heads, routing.gates, options
@@ -118,7 +131,7 @@ def attention_spec(
     routing: Routing,
     options: Options,
     return_attention_scores: bool,
-    routing_groups: int = 1,
+    routing_groups: int,
 ) -> AttentionSpec:
     """What a call asks for.
 

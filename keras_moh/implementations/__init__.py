@@ -9,8 +9,7 @@ in order of preference. A module has two functions:
   describes it, with `None` for the scores if it does not keep them.
 
 One that can leave out the projections of heads not taken works on rows of its own making, and has
-five functions more: `plan`, `project`, `attend_rows`, `combine` (see `torch_sdpa.py`), of which
-`attend` is made as well.
+the functions `plan`, `project`, `attend_rows` and `combine` as well (see `torch_sdpa.py`).
 
 What to run is decided before the call, by data that can be printed, never by trying: the first of
 the table that can serve the call, and that `costs.py` expects to be worth it. Modules are imported
@@ -32,6 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
     "torch_sdpa": ("torch", "keras_moh.implementations.torch_sdpa"),
     "jax_xla": ("jax", "keras_moh.implementations.jax_xla"),
     "tensorflow_xla": ("tensorflow", "keras_moh.implementations.tensorflow_xla"),
+    "compact": (None, "keras_moh.implementations.compact"),
     "reference": (None, "keras_moh.implementations.reference"),
 }
 

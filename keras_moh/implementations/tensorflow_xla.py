@@ -194,7 +194,7 @@ def _for_fitting_tiles(
         number = tf.maximum(-(-count // _LONGEST_TILE), 1)
         list_key, list_value, mask = _of_list(tensors, index)
 
-        def of_part(part: Any, results: Any, sums: Any) -> Any:
+        def of_part(part: Any) -> tuple[list[Any], list[Any]]:
             begin, end = start + part * count // number, start + (part + 1) * count // number
             positions = tensors.rows.positions[begin:end]
             low, high = _span(tensors.options, positions, key_length)
@@ -205,17 +205,27 @@ def _for_fitting_tiles(
                 _visible(tensors.options, mask, positions, low, high),
             )
             of_rows, summands = of_tile(tile, *(x[begin:end] for x in inputs))
-            results = [x.write(part, y) for x, y in zip(results, of_rows, strict=True)]
             padding = [[0, 0], [low, key_length - high]]
-            sums = [x + tf.pad(y, padding) for x, y in zip(sums, summands, strict=True)]
-            return part + 1, results, sums
+            return of_rows, [tf.pad(x, padding) for x in summands]
 
-        of_parts = arrays(number, [(None, width) for width in widths])
-        list_sums = [tf.zeros((width, key_length), dtype) for width in sum_widths]
-        _, of_parts, list_sums = tf.while_loop(
-            lambda part, *_: part < number, of_part, (0, of_parts, list_sums), parallel_iterations=1
-        )
-        results = [x.write(index, y.concat()) for x, y in zip(results, of_parts, strict=True)]
+        def add_part(part: Any, of_parts: Any, list_sums: Any) -> Any:
+            of_rows, summands = of_part(part)
+            of_parts = [x.write(part, y) for x, y in zip(of_parts, of_rows, strict=True)]
+            return part + 1, of_parts, [x + y for x, y in zip(list_sums, summands, strict=True)]
+
+        if tensors.rows.taken.shape[1] is not None and tensors.rows.taken.shape[1] <= _LONGEST_TILE:
+            of_rows, list_sums = of_part(0)
+        else:
+            of_parts = arrays(number, [(None, width) for width in widths])
+            list_sums = [tf.zeros((width, key_length), dtype) for width in sum_widths]
+            _, of_parts, list_sums = tf.while_loop(
+                lambda part, *_: part < number,
+                add_part,
+                (0, of_parts, list_sums),
+                parallel_iterations=1,
+            )
+            of_rows = [x.concat() for x in of_parts]
+        results = [x.write(index, y) for x, y in zip(results, of_rows, strict=True)]
         sums = [x.write(index, y) for x, y in zip(sums, list_sums, strict=True)]
         return index + 1, results, sums
 
