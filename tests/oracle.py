@@ -160,7 +160,7 @@ def attend_gradients(
     scale: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of `sum(cotangent * gates * outputs)`, by query, key, value and gates `(B, T, H)`."""
-    B, T, H, d = query.shape
+    B, _, H, d = query.shape
     G = key.shape[2]
     if scale is None:
         scale = d**-0.5

@@ -22,7 +22,6 @@ from tests.samples import floats, padding
 B, T, S, H, K, d, dv = 2, 3, 5, 6, 4, 7, 11
 BACKEND = keras.backend.backend()
 OTHER_BACKEND = "jax" if BACKEND == "torch" else "torch"
-ONE_FOR_ALL_HEADS = {"torch_sdpa", "jax_xla", "tensorflow_xla"}  # masks
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -54,13 +53,23 @@ def path(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
+FAST_PATHS = [path for path in paths() if path.implementation != "reference"]
+each_fast_path = pytest.mark.parametrize("path", FAST_PATHS, ids="-".join)
+
+
 @pytest.fixture(params=dict.fromkeys(path.implementation for path in paths()))
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @functools.cache
-def runner(path: Path, is_causal: bool, scale: float | None, sliding_window: int | None) -> Any:
+def runner(
+    path: Path,
+    is_causal: bool,
+    scale: float | None,
+    sliding_window: int | None,
+    routing_groups: int,
+) -> Any:
     """`run(query, key, value, gates, heads, cotangent, offset[, mask])`: output and gradients.
 
     It is one for all calls that compiled code does not tell apart, so that they share that code.
@@ -77,6 +86,7 @@ def runner(path: Path, is_causal: bool, scale: float | None, sliding_window: int
                 scale=scale,
                 causal_offset=offset,
                 sliding_window=sliding_window,
+                routing_groups=routing_groups,
                 implementation=path.implementation,
             )
 
@@ -119,7 +129,7 @@ KNOWN_BUGS = {
         "logarithmic sums that these have over other keys: infinity times 0 makes NaN of the "
         "gradients by key and value"
     ),
-    r"jax_xla.*(no query|no key\]|no batch)|empty_batch.jax_xla": "jax_xla: not of empty arrays",
+    r"jax_xla.*(no query|no key\]|no batch)": "jax_xla: not of empty arrays",
     r"tensorflow_xla-xla-no batch": "tensorflow_xla: not of an empty batch under jit_compile=True",
     r"reference-eager-no query": "reference on TensorFlow: einsum fails without queries",
 }
@@ -173,9 +183,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def some_heads(load: str, random: np.random.Generator, *shape: int, taken: int) -> np.ndarray:
-    """The heads `(B, T, taken)` of tokens, by how many of the `(B, T, H)` take which head."""
-    B, T, H = shape
+def some_heads(
+    load: str, random: np.random.Generator, shape: tuple[int, int, int], taken: int, groups: int
+) -> np.ndarray:
+    """The heads `(B, T, taken)` of tokens, equally many of each group of the `H` in `(B, T, H)`."""
+    _, T, H = shape
     preference = random.random(shape)
     if load == "uneven":  # All take head 0 and none head 1.
         preference[..., :2] = [2, -1]
@@ -190,8 +202,10 @@ def some_heads(load: str, random: np.random.Generator, *shape: int, taken: int) 
         preference[:, T // 3 :] *= -1
     else:
         assert load == "even"
-    order = np.argsort(-preference, axis=-1, kind="stable")
-    return np.sort(order[..., :taken], axis=-1).astype("int32")
+    by_group = preference.reshape(*shape[:2], groups, H // groups)
+    order = np.argsort(-by_group, axis=-1, kind="stable")[..., : taken // groups]
+    heads = order + np.arange(0, H, H // groups)[:, None]
+    return np.sort(heads.reshape(*shape[:2], taken), axis=-1).astype("int32")
 
 
 class Case:
@@ -208,6 +222,7 @@ class Case:
         heads: int = H,
         widths: tuple[int, int] = (d, dv),
         load: str = "even",
+        routing_groups: int = 1,
         seed: int = 0,
     ) -> None:
         key_dim, value_dim = widths
@@ -215,7 +230,9 @@ class Case:
         self.key = floats(batch, keys, groups, key_dim, seed=seed + 2)
         self.value = floats(batch, keys, groups, value_dim, seed=seed + 3)
         random = np.random.default_rng(seed + 4)
-        self.heads = some_heads(load, random, batch, queries, heads, taken=taken)
+        shape = (batch, queries, heads)
+        self.routing_groups = routing_groups
+        self.heads = some_heads(load, random, shape, taken, routing_groups)
         self.gates = 2 + floats(batch, queries, taken, seed=seed + 5)
         self.cotangent = floats(batch, queries, heads, value_dim, seed=seed + 6)
 
@@ -250,7 +267,7 @@ class Case:
     def run(self, path: Path, options: dict[str, Any], dtype: str) -> tuple[Any, Any]:
         """The output, and the gradients by query, key, value and gates."""
         static = (options.get(name) for name in ("scale", "sliding_window"))
-        run = runner(path, options.get("is_causal", False), *static)
+        run = runner(path, options.get("is_causal", False), *static, self.routing_groups)
         inputs = self.tensors(dtype)
         offset = options.get("causal_offset", 0)
         more = [self.heads, ops.convert_to_tensor(self.cotangent, inputs[-1].dtype), offset]
@@ -269,13 +286,37 @@ def assert_close(actual: Any, expected: np.ndarray, tolerance: float, name: str)
     )
 
 
+def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float32") -> str | None:
+    """What the reason says for which the implementation cannot serve the call, if it cannot."""
+    if path.implementation in (None, "reference"):
+        return None
+    mask_shape = np.shape(options.get("mask", np.True_))
+    if len(mask_shape) == 4 and mask_shape[1] > 1:
+        return "mask has no head axis"
+    if path.implementation == "compact":
+        if dtype == "float64":
+            return "computes in float32"
+        taken_of_all = case.heads.shape[-1] == case.query.shape[2]
+        if not taken_of_all and case.routing_groups % case.key.shape[2]:
+            return "key/value heads do not divide the routing groups"
+    return None
+
+
 def check(
-    path: Path, case: Case, options: dict[str, Any], dtype: str, tolerance: float | None = None
+    path: Path,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+    dtype: str,
+    tolerance: float | None = None,
 ) -> None:
     """Values, scores and every gradient against the oracle."""
-    mask_shape = np.shape(options.get("mask", np.True_))
-    if path.implementation in ONE_FOR_ALL_HEADS and len(mask_shape) == 4 and mask_shape[1] > 1:
-        with pytest.raises(UnsupportedError, match="head axis"):
+    groups, taken = shape.get("groups", 2), shape.get("taken", K)
+    if path.implementation == "compact" and taken % groups == 0:
+        shape = {"routing_groups": groups, **shape}
+    case = Case(**shape)
+    reason = refusal(path, case, options, dtype)
+    if reason is not None:
+        with pytest.raises(UnsupportedError, match=reason):
             case.run(path, options, dtype)
         return
     mask, scale = case.mask(options), options.get("scale")
@@ -319,13 +360,13 @@ def check(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(path: Path, options: dict[str, Any]) -> None:
-    check(path, Case(), options, "float32")
+    check(path, {}, options, "float32")
 
 
 @pytest.mark.float64
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_in_float64(path: Path, options: dict[str, Any]) -> None:
-    check(path, Case(), options, "float64")
+    check(path, {}, options, "float64")
 
 
 SHAPES = {
@@ -344,16 +385,16 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shapes(path: Path, shape: dict[str, int]) -> None:
-    check(path, Case(**shape), {"is_causal": True}, "float32")
+    check(path, shape, {"is_causal": True}, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(path: Path, dtype: str) -> None:
-    check(path, Case(), {"mask": some_mask(B, 1, 1, S)}, dtype)
+    check(path, {}, {"mask": some_mask(B, 1, 1, S)}, dtype)
 
 
 def test_the_choice_is_right_as_well() -> None:
-    check(Path(None, modes(None)[0]), Case(), {"is_causal": True}, "float32")
+    check(Path(None, modes(None)[0]), {}, {"is_causal": True}, "float32")
 
 
 # Long enough for several tiles, chunks and spans of keys, and no multiple of any of them.
@@ -399,9 +440,78 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@each_fast_path
 @pytest.mark.parametrize(("shape", "options"), LONG_CASES.values(), ids=LONG_CASES)
 def test_long(path: Path, shape: dict[str, Any], options: dict[str, Any]) -> None:
-    check(path, Case(**LONG | shape), options, "float32")
+    check(path, LONG | shape, options, "float32")
+
+
+@each_fast_path
+@pytest.mark.float64
+@pytest.mark.parametrize("name", ["nothing", "mask", "causal window and padding"])
+def test_long_in_float64(path: Path, name: str) -> None:
+    shape, options = LONG_CASES[name]
+    check(path, LONG | shape, options, "float64")
+
+
+@each_fast_path
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_long_in_half_precision(path: Path, dtype: str) -> None:
+    shape, options = LONG_CASES["causal window and padding"]
+    check(path, LONG | shape, options, dtype)
+
+
+@each_fast_path
+@pytest.mark.parametrize("widths", [(72, 5), (64, 80), (128, 256), (256, 128)], ids=str)
+def test_widths(path: Path, widths: tuple[int, int]) -> None:
+    """Of keys and values, which no fused kernel may want alike, or to be multiples of anything."""
+    shape = {"queries": 37, "keys": 41, "heads": 2, "taken": 1, "groups": 1, "widths": widths}
+    check(path, shape, {"is_causal": True}, "float32")
+
+
+@each_fast_path
+def test_large_scores(path: Path) -> None:
+    """Of several hundreds on either side, where an exponential of the wrong row is infinite."""
+    shape = LONG | {"queries": 67, "keys": 71, "load": "uneven"}
+    check(path, shape, {"scale": 50.0}, "float32", tolerance=3e-4)
+
+
+@st.composite
+def drawn_options(draw: st.DrawFn) -> dict[str, Any]:
+    """Of few kinds, since each is compiled anew, and with any numbers."""
+    is_causal, window, full = draw(
+        st.sampled_from([(True, None, False), (True, 23, True), (False, 23, False)])
+    )
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    keys, queries = PROPERTY["keys"], PROPERTY["queries"]
+    if full:
+        density = draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        mask = random.random((2, 1, queries, keys)) < density
+    else:
+        lengths = draw(st.lists(st.integers(0, keys), min_size=2, max_size=2))
+        mask = padding(*lengths, length=keys)[:, None, None]
+        if draw(st.booleans()):  # Holes, and padding at the start.
+            mask = mask[..., ::-1] & (random.random(mask.shape) < 0.7)
+    return {
+        "is_causal": is_causal,
+        "sliding_window": window,
+        "causal_offset": draw(st.integers(-queries - 30, keys + 30)),
+        "mask": mask,
+    }
+
+
+PROPERTY = {"queries": 149, "keys": 163, "heads": 4, "taken": 2, "widths": (5, 3)}
+
+
+@each_fast_path
+@hypothesis.settings(max_examples=25 if BACKEND == "jax" else 100)
+@hypothesis.given(
+    options=drawn_options(),
+    load=st.sampled_from(["even", "uneven", "the same", "by entry", "by position"]),
+    seed=st.integers(0, 99),
+)
+def test_any_masks_and_loads(path: Path, options: dict[str, Any], load: str, seed: int) -> None:
+    check(path, {**PROPERTY, "load": load, "seed": seed}, options, "float32")
 
 
 @pytest.mark.float64
@@ -425,9 +535,11 @@ def test_oracle_gradients_are_differences_of_its_outputs() -> None:
             assert abs((above - below) / (2 * step) - gradient[index]) < 1e-7
 
 
+# JAX has no integers of 64 bits, but for those of a run in float64.
+@pytest.mark.parametrize("dtype", ["int32", "int8" if BACKEND == "jax" else "int64"])
 @pytest.mark.parametrize("offset", [0, 2])
-def test_causal_offset_may_be_a_tensor(implementation: str, offset: int) -> None:
-    case = Case()
+def test_causal_offset_may_be_a_tensor(implementation: str, offset: int, dtype: str) -> None:
+    case = Case(routing_groups=2)
     *inputs, gates = case.tensors("float32")
 
     def attend(offset: Any) -> Any:
@@ -437,10 +549,39 @@ def test_causal_offset_may_be_a_tensor(implementation: str, offset: int) -> None
             causal_offset=offset,
             sliding_window=3,
             implementation=implementation,
+            routing_groups=2,
         )
 
-    actual = compiled(attend, ops.convert_to_tensor(offset, "int32"))
+    actual = compiled(attend, ops.convert_to_tensor(offset, dtype))
     assert_close(actual, to_numpy(attend(offset)), TOLERANCES["float32"], "output")
+
+
+REFUSED = {
+    "mask of every head": ({"mask": some_mask(B, H, T, S)}, "its mask has no head axis"),
+    "dropout": ({"dropout": 0.5, "seed": 7}, "it has no dropout on the attention scores"),
+    "scores": ({"return_attention_scores": True}, "it does not keep the attention scores"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_by_all_but_the_reference(options: dict[str, Any], reason: str) -> None:
+    case = Case(routing_groups=2)
+    routing = case.routing(ops.convert_to_tensor(case.gates))
+
+    def attend(implementation: str | None) -> Any:
+        return routed_attention(
+            *(case.query, case.key, case.value, routing),
+            **options,
+            implementation=implementation,
+            routing_groups=2,
+        )
+
+    for name in {path.implementation for path in paths()} - {"reference"}:
+        with pytest.raises(UnsupportedError, match=f"implementation='{name}' .*: {reason}"):
+            attend(name)
+    expected = keras.tree.flatten(attend("reference"))
+    for actual, wanted in zip(keras.tree.flatten(attend(None)), expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(actual), to_numpy(wanted))
 
 
 def dropped_weights(seed: Any, case: Case, rate: float) -> np.ndarray:
@@ -489,14 +630,6 @@ def test_dropout_of_zero_needs_no_seed() -> None:
     case = Case()
     weights = dropped_weights(None, case, 0.0)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
-
-
-def test_empty_batch(implementation: str) -> None:
-    case = Case()
-    *inputs, gates = (x[:0] for x in case.tensors("float32"))
-    routing = Routing(case.heads[:0], gates, gates[..., :0])
-    output = routed_attention(*inputs, routing, is_causal=True, implementation=implementation)
-    assert tuple(output.shape) == (0, T, H, dv)
 
 
 BAD_ARGUMENTS = {
