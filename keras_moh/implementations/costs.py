@@ -26,9 +26,8 @@ from keras_moh.implementations.spec import AttentionSpec
 
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
 _WORTH_IT = {"torch_sdpa": 1.0e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
-# From this many scores of a head on, dense attention on a CPU has left the caches, and in tiles even
-# all the heads are faster (JAX at `T = S = 1024`: 24 against 68 ms, TensorFlow at 4096: 231 against
-# 273 ms).
+# From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
+# heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).
 _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
 # Share of active heads up to which products for each head are faster than one for all: of the
 # gathers and the narrower products, PyTorch's projections are 15 % slower for each head computed.

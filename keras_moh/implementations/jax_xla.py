@@ -47,6 +47,8 @@ def attend(
     query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, None]:
     """Attention of the heads taken; see `reference.attend`."""
+    if 0 in (*query.shape[:2], key.shape[1]):
+        return jnp.zeros((*query.shape[:3], value.shape[-1]), query.dtype), None
     static = _Static(options.is_causal, options.scale, options.sliding_window)
     offset = jnp.asarray(options.causal_offset, jnp.int32)
     arguments = (query, key, value, heads, gates, options.mask, offset)
@@ -140,7 +142,9 @@ def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tup
             for x in (by_output, means, log_sums)
         ]
         by_tile = jnp.where(tile.is_row[:, None], of_rows[0], 0)
-        mean, log_sum = jnp.where(tile.is_row, of_rows[1], 0)[:, None], of_rows[2][:, None]
+        mean = jnp.where(tile.is_row, of_rows[1], 0)[:, None]
+        # Rows that are not the list's have sums of other keys: their weights might be infinite.
+        log_sum = jnp.where(tile.is_row, of_rows[2], jnp.inf)[:, None]
         weights = jnp.exp(_scores(static, tile) - log_sum)
         by_scores = static.scale * weights * (by_tile @ tile.value.T - mean)
         # Sums of (d, S), since products that turn the scores over take three times as long.

@@ -47,6 +47,8 @@ def attend(
     query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, None]:
     """Attention of the heads taken; see `reference.attend`."""
+    if 0 in (*query.shape[:2], key.shape[1]):
+        return tf.zeros((*ops.shape(query)[:3], value.shape[-1]), query.dtype), None
     rows = rows_of(heads, query.shape[2])
     row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
 
@@ -85,7 +87,8 @@ class _Tile(NamedTuple):
     query: Any  # (n, d)
     key: Any  # (m, d)
     value: Any  # (m, dv)
-    visible: Any  # (n, m), or None
+    visible: Any  # (n, m), or None if all keys are
+    has_key: Any  # (n, 1), or None if all rows see a key
 
 
 def _tensors(rows: Rows, query: Any, key: Any, value: Any, options: Options) -> _Tensors:
@@ -104,18 +107,24 @@ def _tensors(rows: Rows, query: Any, key: Any, value: Any, options: Options) -> 
 
 
 def _weights(tile: _Tile, scale: float) -> Any:
+    """The softmax of a tile's scores: in a row that sees no key, anything finite."""
     scores = tf.matmul(scale * tile.query, tile.key, transpose_b=True)
-    if tile.visible is None:
-        return tf.nn.softmax(scores)
-    scores = tf.where(tile.visible, scores, tf.constant(_MASKED, scores.dtype))
-    return tf.where(tile.visible, tf.nn.softmax(scores), tf.zeros_like(scores))
+    if tile.visible is not None:
+        scores = tf.where(tile.visible, scores, tf.constant(_MASKED, scores.dtype))
+    return tf.nn.softmax(scores)
+
+
+def _where_key(tile: _Tile, x: Any) -> Any:
+    """`x (n, ...)`, with zeros in the rows that see no key."""
+    return x if tile.has_key is None else tf.where(tile.has_key, x, tf.zeros_like(x))
 
 
 def _outputs(tensors: _Tensors) -> Any:
     """The ungated outputs `(R, dv)`."""
 
     def of_tile(tile: _Tile) -> Any:
-        return [tf.matmul(_weights(tile, tensors.options.scale), tile.value)], []
+        output = tf.matmul(_weights(tile, tensors.options.scale), tile.value)
+        return [_where_key(tile, output)], []
 
     (output,), _ = _for_tiles(tensors, [], of_tile, [tensors.value.shape[-1]], [])
     return output
@@ -131,6 +140,7 @@ def _gradients(tensors: _Tensors, by_gated: Any, output: Any, row_gates: Any) ->
     means = (by_row_gates * row_gates)[:, None]
 
     def of_tile(tile: _Tile, by_output: Any, means: Any) -> Any:
+        by_output = _where_key(tile, by_output)
         weights = _weights(tile, scale)
         by_weights = tf.matmul(by_output, tile.value, transpose_b=True)
         by_scores = scale * weights * (by_weights - means)
@@ -202,7 +212,7 @@ def _for_fitting_tiles(
                 tensors.query[begin:end],
                 list_key[low:high],
                 list_value[low:high],
-                _visible(tensors.options, mask, positions, low, high),
+                *_visible(tensors.options, mask, positions, low, high),
             )
             of_rows, summands = of_tile(tile, *(x[begin:end] for x in inputs))
             padding = [[0, 0], [low, key_length - high]]
@@ -271,7 +281,7 @@ def _for_fixed_tiles(
                 _cut(all_query, begin),
                 list_key,
                 list_value,
-                _visible(tensors.options, mask, positions, 0, key_length),
+                *_visible(tensors.options, mask, positions, 0, key_length),
             )
             is_row = (begin + tf.range(_XLA_TILE) < stop)[:, None]
             cuts = [_cut(x, begin) for x in all_inputs]
@@ -334,15 +344,26 @@ def _span(options: Options, positions: Any, key_length: Any) -> tuple[Any, Any]:
     return low, tf.clip_by_value(high, low, key_length)
 
 
-def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -> Any:
-    """Which of the keys `low` to `high` the queries at `positions` may see, or `None` for all."""
-    visible = []
+def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """Which of the keys `low` to `high` the queries at `positions` may see, and which see any.
+
+    `None` for all. The comparisons are few: each takes as long as the scores' product.
+    """
+    query, key = positions[:, None] + options.causal_offset, tf.range(low, high)
+    window, visible = options.sliding_window, []
     if mask is not None:
         mask = mask[:, low:high]
         visible.append(mask if mask.shape[0] == 1 else tf.gather(mask, positions))
-    distance = positions[:, None] + options.causal_offset - tf.range(low, high)
     if options.is_causal:
-        visible.append(distance >= 0)
-    if options.sliding_window is not None:
-        visible.append(tf.abs(distance) < options.sliding_window)
-    return functools.reduce(tf.logical_and, visible) if visible else None
+        visible.append(query >= key)
+    elif window is not None:
+        visible.append(query > key - window)
+    if window is not None:
+        visible.append(query < key + window)
+    if not visible:
+        return None, None
+    together = functools.reduce(tf.logical_and, visible)
+    offset = options.causal_offset
+    if options.is_causal and len(visible) == 1 and isinstance(offset, int) and offset >= 0:
+        return together, None  # All see the first key.
+    return together, tf.reduce_any(together, axis=-1, keepdims=True)

@@ -246,6 +246,7 @@ class _Chunk(NamedTuple):
     group: int
     keys: slice
     bias: torch.Tensor | None
+    is_causal: bool = False  # row `i` sees keys `0` to `i`
 
 
 class _Attend(torch.autograd.Function):
@@ -259,9 +260,13 @@ class _Attend(torch.autograd.Function):
         keys, values = _select(key, visible), _select(value, visible)
         output = torch.zeros_like(query)
         log_sums = query.new_zeros(len(query), dtype=_sum_dtype(query))
-        for rows, entry, group, span, bias in _chunks(query, key, visible, plan, options):
+        for rows, entry, group, span, bias, is_causal in _chunks(
+            query, key, visible, plan, options
+        ):
             of_chunk = (keys[entry][span, group], values[entry][span, group])
-            output[rows], log_sums[rows] = _forward(query[rows], *of_chunk, bias, options.scale)
+            output[rows], log_sums[rows] = _forward(
+                query[rows], *of_chunk, bias, is_causal, options.scale
+            )
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.plan, ctx.options, ctx.visible = plan, options, visible
         return output
@@ -273,13 +278,13 @@ class _Attend(torch.autograd.Function):
         keys, values = _select(key, ctx.visible), _select(value, ctx.visible)
         by_query, by_key, by_value = (torch.zeros_like(x) for x in (query, key, value))
         by_keys, by_values = ([torch.zeros_like(x) for x in xs] for xs in (keys, values))
-        for rows, entry, group, span, bias in _chunks(
+        for rows, entry, group, span, bias, is_causal in _chunks(
             query, key, ctx.visible, ctx.plan, ctx.options
         ):
             by_query[rows], of_keys, of_values = _backward(
                 *(by_output[rows], query[rows]),
                 *(keys[entry][span, group], values[entry][span, group]),
-                *(output[rows], log_sums[rows], bias, ctx.options.scale),
+                *(output[rows], log_sums[rows], bias, is_causal, ctx.options.scale),
             )
             by_keys[entry][span, group] += of_keys
             by_values[entry][span, group] += of_values
@@ -309,6 +314,13 @@ def _chunks(
     if mask is not None:
         mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
     whole = mask is None and not options.is_causal and options.sliding_window is None
+    # The kernel has causality of its own, for lists of all tokens.
+    triangular = (
+        options.mask is None
+        and options.sliding_window is None
+        and isinstance(options.causal_offset, int)
+        and options.causal_offset == 0
+    )
     # Positions as lists too: asking tensors for single numbers would take longer than attending.
     query_position = plan.places // plan.num_heads % plan.length + options.causal_offset
     query_list = [] if whole else query_position.tolist()
@@ -322,9 +334,13 @@ def _chunks(
         for entry, count in enumerate(counts):
             start, stop = stop, stop + count
             keys = key_lists[entry]
-            if whole and count and keys:
-                yield _Chunk(slice(start, stop), entry, group, slice(0, len(keys)), None)
-            for begin in range(start, stop if keys and not whole else start, _CHUNK):
+            if not count or not keys:
+                continue
+            if whole or (triangular and count == plan.length):
+                span = slice(0, len(keys) if whole else min(len(keys), count))
+                yield _Chunk(slice(start, stop), entry, group, span, None, not whole)
+                continue
+            for begin in range(start, stop, _CHUNK):
                 rows = slice(begin, min(begin + _CHUNK, stop))
                 some, every = _spans(query_list[begin], query_list[rows.stop - 1], keys, options)
                 if some.start == some.stop:
@@ -371,7 +387,12 @@ def _sum_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: Any,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention `(n, d)` of queries `(n, d)` over keys `(m, d)`, and its logarithmic sums.
 
@@ -380,11 +401,12 @@ def _forward(
     if query.device.type == "cpu":
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x[None, None] for x in (query, key, value)),
+            is_causal=is_causal,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return output[0, 0], log_sums[0, 0]
-    scores = _scores(query, key, bias, scale)
+    scores = _scores(query, key, bias, is_causal, scale)
     log_sums = scores.logsumexp(-1).clamp(min=torch.finfo(scores.dtype).min)
     return (scores - log_sums[:, None]).exp().to(value.dtype) @ value, log_sums
 
@@ -397,6 +419,7 @@ def _backward(
     output: torch.Tensor,
     log_sums: torch.Tensor,
     bias: Any,
+    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by query, key and value of `_forward`."""
@@ -404,18 +427,22 @@ def _backward(
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x[None, None] for x in (by_output, query, key, value, output, log_sums)),
             dropout_p=0.0,
-            is_causal=False,
+            is_causal=is_causal,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return tuple(gradient[0, 0] for gradient in gradients)
-    weights = (_scores(query, key, bias, scale) - log_sums[:, None]).exp()
+    weights = (_scores(query, key, bias, is_causal, scale) - log_sums[:, None]).exp()
     by_weights = (by_output @ value.T).to(weights.dtype)
     mean = (by_output * output).to(weights.dtype).sum(-1, keepdim=True)
     by_scores = (scale * weights * (by_weights - mean)).to(query.dtype)
     return by_scores @ key, by_scores.T @ query, weights.to(by_output.dtype).T @ by_output
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, bias: Any, scale: float) -> torch.Tensor:
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, bias: Any, is_causal: bool, scale: float
+) -> torch.Tensor:
     scores = scale * (query @ key.T).to(_sum_dtype(query))
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape).triu(1).bool(), -math.inf)
     return scores if bias is None else scores + bias
