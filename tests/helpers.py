@@ -53,6 +53,7 @@ class Gradients(NamedTuple):
     value: np.ndarray
     inputs: tuple[np.ndarray, ...]
     weights: dict[str, np.ndarray]
+    further: tuple[np.ndarray, ...] = ()
 
 
 def gradients(
@@ -61,8 +62,9 @@ def gradients(
     """The scalar `function(*inputs)` and its gradients by the inputs and by the layer's weights.
 
     Args:
-        function: Takes the inputs as tensors, returns a scalar tensor. It is called once, and may
-            read `layer.losses` after calling the layer: on JAX it runs in a stateless scope.
+        function: Takes the inputs as tensors, returns a scalar tensor, or a tuple of it and a list
+            of further results. It is called once, and may read `layer.losses` after calling the
+            layer: on JAX it runs in a stateless scope.
         inputs: Float arrays or tensors. Whatever else the function needs, it closes over.
         layer: A built layer or model whose trainable weights are differentiated by, if any.
     """
@@ -70,8 +72,13 @@ def gradients(
     weights = {name: weight for name, weight in weights.items() if weight.trainable}
     inputs = tuple(map(ops.convert_to_tensor, inputs))
     differentiate = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow}
-    value, derivatives = differentiate[keras.backend.backend()](
-        function, inputs, tuple(weights.values())
+
+    def with_further(*inputs: Any) -> tuple[Any, list[Any]]:
+        results = function(*inputs)
+        return results if isinstance(results, tuple) else (results, [])
+
+    value, further, derivatives = differentiate[keras.backend.backend()](
+        with_further, inputs, tuple(weights.values())
     )
     derivatives = [
         np.zeros(x.shape, keras.backend.standardize_dtype(x.dtype)) if d is None else to_numpy(d)
@@ -81,19 +88,53 @@ def gradients(
         to_numpy(value),
         tuple(derivatives[: len(inputs)]),
         dict(zip(weights, derivatives[len(inputs) :], strict=True)),
+        tuple(map(to_numpy, further)),
     )
 
 
-def _torch(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+def output_and_gradients(
+    function: Callable[..., Any], inputs: Sequence[Any], cotangent: Any
+) -> tuple[Any, Sequence[Any]]:
+    """The tensor `function(*inputs)`, and the gradients of its product with `cotangent`.
+
+    In the framework's own words, to be traced and compiled by who calls it; `None` is the gradient
+    by what the output does not depend on.
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        output, pullback = jax.vjp(function, *inputs)
+        return output, pullback(ops.cast(cotangent, output.dtype))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            output = function(*inputs)
+        cotangent = tf.cast(cotangent, output.dtype)
+        by_inputs = tape.gradient(output, inputs, cotangent)
+        return output, [None if x is None else tf.convert_to_tensor(x) for x in by_inputs]
+
+    import torch
+
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    output = function(*inputs)
+    by_inputs = torch.autograd.grad(output, inputs, cotangent.to(output.dtype), allow_unused=True)
+    return output.detach(), by_inputs
+
+
+def _torch(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Any, Sequence[Any]]:
     import torch
 
     inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
-    value = function(*inputs)
+    value, further = function(*inputs)
     by = (*inputs, *(weight.value for weight in weights))
-    return value.detach(), torch.autograd.grad(value, by, allow_unused=True)
+    derivatives = torch.autograd.grad(value, by, allow_unused=True)
+    return value.detach(), [x.detach() for x in further], derivatives
 
 
-def _jax(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+def _jax(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Any, Sequence[Any]]:
     import jax
 
     def stateless(inputs: tuple, values: tuple) -> Any:
@@ -102,15 +143,19 @@ def _jax(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequen
             return function(*inputs)
 
     values = tuple(weight.value for weight in weights)
-    value, by = jax.jit(jax.value_and_grad(stateless, argnums=(0, 1)))(inputs, values)
-    return value, (*by[0], *by[1])
+    differentiated = jax.jit(jax.value_and_grad(stateless, argnums=(0, 1), has_aux=True))
+    (value, further), by = differentiated(inputs, values)
+    return value, further, (*by[0], *by[1])
 
 
-def _tensorflow(function: Callable, inputs: tuple, weights: tuple) -> tuple[Any, Sequence[Any]]:
+def _tensorflow(
+    function: Callable, inputs: tuple, weights: tuple
+) -> tuple[Any, Any, Sequence[Any]]:
     import tensorflow as tf
 
     with tf.GradientTape() as tape:
         tape.watch(inputs)
-        value = function(*inputs)
+        value, further = function(*inputs)
     derivatives = tape.gradient(value, (*inputs, *(weight.value for weight in weights)))
-    return value, [None if d is None else tf.convert_to_tensor(d) for d in derivatives]
+    derivatives = [None if d is None else tf.convert_to_tensor(d) for d in derivatives]
+    return value, further, derivatives

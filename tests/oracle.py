@@ -1,6 +1,6 @@
 """Mixture-of-Head attention (arXiv 2410.11842) in NumPy and float64, slowly and plainly.
 
-Written from the mathematics, head by head and loop by loop, to compare the package with; it shares
+Written from the mathematics, one head after another, to compare the package with; it shares
 no code with it. Names of shapes: `B` batch, `T` queries, `S` keys, `D` features, `H` heads, `G`
 key/value heads, `d` and `dv` widths, `E` routed candidates. Weights come by name, in the shapes
 that the layer gives them (`"query/kernel"`: `(D, H, d)`).
@@ -118,13 +118,12 @@ def allowed(
     sliding_window: int | None = None,
 ) -> np.ndarray:
     """`(T, S)`: where positions alone let a query attend to a key."""
+    distance = np.arange(T)[:, None] + causal_offset - np.arange(S)
     mask = np.ones((T, S), bool)
-    for t in range(T):
-        for s in range(S):
-            if is_causal and s > t + causal_offset:
-                mask[t, s] = False
-            if sliding_window is not None and abs(t + causal_offset - s) >= sliding_window:
-                mask[t, s] = False
+    if is_causal:
+        mask &= distance >= 0
+    if sliding_window is not None:
+        mask &= abs(distance) < sliding_window
     return mask
 
 
@@ -142,12 +141,12 @@ def attend(
         scale = d**-0.5
     mask = np.broadcast_to(mask, (B, H, T, S))
     outputs, scores = np.zeros((B, T, H, value.shape[-1])), np.zeros((B, H, T, S))
-    for b, h, t in np.ndindex(B, H, T):
-        keys = np.flatnonzero(mask[b, h, t])
-        if keys.size:
-            g = h // (H // G)
-            scores[b, h, t, keys] = softmax(scale * key[b, keys, g] @ query[b, t, h])
-            outputs[b, t, h] = scores[b, h, t] @ value[b, :, g]
+    for b, h in np.ndindex(B, H):
+        g, rows = h // (H // G), mask[b, h].any(axis=-1)
+        logits = np.where(mask[b, h], scale * query[b, :, h] @ key[b, :, g].T, -np.inf)
+        if rows.any():
+            scores[b, h, rows] = softmax(logits[rows])
+        outputs[b, :, h] = scores[b, h] @ value[b, :, g]
     return outputs, scores
 
 
@@ -161,20 +160,20 @@ def attend_gradients(
     scale: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of `sum(cotangent * gates * outputs)`, by query, key, value and gates `(B, T, H)`."""
-    B, T, H, d = query.shape
+    B, _, H, d = query.shape
     G = key.shape[2]
     if scale is None:
         scale = d**-0.5
     outputs, scores = attend(query, key, value, mask, scale)
     by_query, by_key, by_value = (np.zeros(x.shape) for x in (query, key, value))
-    for b, h, t in np.ndindex(B, H, T):
+    for b, h in np.ndindex(B, H):
         g = h // (H // G)
-        p, by_output = scores[b, h, t], gates[b, t, h] * cotangent[b, t, h]
-        by_p = value[b, :, g] @ by_output
-        by_logits = p * (by_p - p @ by_p)
-        by_query[b, t, h] = scale * by_logits @ key[b, :, g]
-        by_key[b, :, g] += scale * np.outer(by_logits, query[b, t, h])
-        by_value[b, :, g] += np.outer(p, by_output)
+        p, by_outputs = scores[b, h], gates[b, :, h, None] * cotangent[b, :, h]
+        by_p = by_outputs @ value[b, :, g].T
+        by_logits = p * (by_p - (p * by_p).sum(axis=-1, keepdims=True))
+        by_query[b, :, h] = scale * by_logits @ key[b, :, g]
+        by_key[b, :, g] += scale * by_logits.T @ query[b, :, h]
+        by_value[b, :, g] += p.T @ by_outputs
     return by_query, by_key, by_value, (outputs * cotangent).sum(axis=-1)
 
 

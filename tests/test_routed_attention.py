@@ -1,36 +1,147 @@
 """`routed_attention`, every implementation of it, and the choice among them."""
 
+import functools
+import re
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
+import hypothesis
 import keras
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from keras import ops
 
 import keras_moh
 from keras_moh import Routing, UnsupportedError, implementations, routed_attention
 from tests import oracle
-from tests.helpers import compiled, gradients, to_numpy
-from tests.samples import floats
+from tests.helpers import compiled, output_and_gradients, to_numpy
+from tests.samples import floats, padding
 
 B, T, S, H, K, d, dv = 2, 3, 5, 6, 4, 7, 11
 BACKEND = keras.backend.backend()
 OTHER_BACKEND = "jax" if BACKEND == "torch" else "torch"
-ONE_FOR_ALL_HEADS = {"torch_sdpa", "jax_xla", "tensorflow_xla"}  # masks
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-@pytest.fixture(
-    params=[
-        name
+class Path(NamedTuple):
+    """An implementation, and how it is run, on which its shapes and its code may depend."""
+
+    implementation: str | None
+    mode: str  # "eager", "graph" (TensorFlow's, of unknown batch and lengths), or "xla"
+
+
+def paths() -> list[Path]:
+    return [
+        Path(name, mode)
         for name, (backend, _) in implementations.IMPLEMENTATIONS.items()
         if backend in (None, BACKEND)
+        for mode in modes(backend)
     ]
-)
+
+
+def modes(backend: str | None) -> tuple[str, ...]:
+    """Op by op, JAX takes seconds for every new shape."""
+    if backend == "tensorflow":
+        return "eager", "graph", "xla"
+    return ("xla",) if BACKEND == "jax" else ("eager",)
+
+
+@pytest.fixture(params=paths(), ids="-".join)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+FAST_PATHS = [path for path in paths() if path.implementation != "reference"]
+each_fast_path = pytest.mark.parametrize("path", FAST_PATHS, ids="-".join)
+
+
+@pytest.fixture(params=dict.fromkeys(path.implementation for path in paths()))
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@functools.cache
+def runner(
+    path: Path,
+    is_causal: bool,
+    scale: float | None,
+    sliding_window: int | None,
+    routing_groups: int,
+) -> Any:
+    """`run(query, key, value, gates, heads, cotangent, offset[, mask])`: output and gradients.
+
+    It is one for all calls that compiled code does not tell apart, so that they share that code.
+    """
+
+    def run(*tensors: Any) -> Any:
+        *inputs, heads, cotangent, offset, mask = (*tensors, *[None] * (8 - len(tensors)))
+
+        def attend(query: Any, key: Any, value: Any, gates: Any) -> Any:
+            return routed_attention(
+                *(query, key, value, Routing(heads, gates, gates[..., :0])),
+                mask=mask,
+                is_causal=is_causal,
+                scale=scale,
+                causal_offset=offset,
+                sliding_window=sliding_window,
+                routing_groups=routing_groups,
+                implementation=path.implementation,
+            )
+
+        return output_and_gradients(attend, inputs, cotangent)
+
+    if path.mode == "eager":
+        return run
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jit(run)
+    import tensorflow as tf
+
+    if path.mode == "xla":
+        return tf.function(run, jit_compile=True, autograph=False)
+
+    @functools.cache
+    def function_of(*specs: Any) -> Any:
+        # One for each: TensorFlow's own cache takes a graph of unknown lengths for lengths of 1.
+        return tf.function(run, autograph=False, input_signature=specs)
+
+    def unknown(tensor: Any) -> tf.TensorSpec:
+        """Batch and lengths are unknown, except for those that broadcast."""
+        shape = [*tensor.shape]
+        lengths = (0, 2, 3) if tensor.dtype == "bool" else (0, 1)[: len(shape)]
+        for axis in lengths:
+            shape[axis] = 1 if tensor.dtype == "bool" and shape[axis] == 1 else None
+        return tf.TensorSpec(shape, tensor.dtype)
+
+    def run_graph(*tensors: Any) -> Any:
+        return function_of(*map(unknown, tensors))(*tensors)
+
+    return run_graph
+
+
+# What is known to fail, by the names of tests: to be taken out when it is mended.
+KNOWN_BUGS = {
+    r"jax_xla.*(no key in the last entry|1 from 1|window from 1|1, 1, 1\))": (
+        "jax_xla: a tile that reaches over the end of its list weighs rows of the next one by the "
+        "logarithmic sums that these have over other keys: infinity times 0 makes NaN of the "
+        "gradients by key and value"
+    ),
+    r"jax_xla.*(no query|no key\]|no batch)": "jax_xla: not of empty arrays",
+    r"tensorflow_xla-xla-no batch": "tensorflow_xla: not of an empty batch under jit_compile=True",
+    r"reference-eager-no query": "reference on TensorFlow: einsum fails without queries",
+}
+
+
+@pytest.fixture(autouse=True)
+def _known_bugs(request: pytest.FixtureRequest) -> None:
+    for pattern, reason in KNOWN_BUGS.items():
+        if re.search(pattern, request.node.name) and not (
+            "TensorFlow" in reason and BACKEND != "tensorflow"
+        ):
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def some_mask(*shape: int) -> np.ndarray:
@@ -47,35 +158,83 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "causal from 2": {"is_causal": True, "causal_offset": 2},
     "causal from -1": {"is_causal": True, "causal_offset": -1},  # no key for the first query
+    "causal behind all keys": {"is_causal": True, "causal_offset": S + 2},
+    "causal before all keys": {"is_causal": True, "causal_offset": -T - 2},
     "window": {"sliding_window": 2},
     "window of 1 from 1": {"sliding_window": 1, "causal_offset": 1},
+    "window behind all keys": {"sliding_window": 2, "causal_offset": S + 5},
     "causal window from 1": {"is_causal": True, "sliding_window": 2, "causal_offset": 1},
     "mask (T, S)": {"mask": some_mask(T, S)},
     "mask (B, 1, 1, S)": {"mask": some_mask(B, 1, 1, S)},
+    "mask (1, 1, 1, S)": {"mask": np.arange(S).reshape(1, 1, 1, S) % 2 > 0},
     "mask (1, 1, T, S)": {"mask": some_mask(1, 1, T, S)},
+    "mask (B, 1, T, S)": {"mask": some_mask(B, 1, T, S)},
     "mask (B, 1, T, 1)": {"mask": some_mask(B, 1, T, 1)},
+    "mask (B, 1, 1, 1)": {"mask": padding(1, 0, length=1)[:, None, None]},
     "mask (B, H, T, S)": {"mask": some_mask(B, H, T, S)},
     "mask, causal and window": {
         "mask": some_mask(B, H, T, S),
         "is_causal": True,
         "sliding_window": 3,
     },
+    "no key in the first entry": {"mask": padding(0, 3, length=S)[:, None, None]},
+    "no key in the last entry": {"mask": padding(3, 0, length=S)[:, None, None]},
     "no key at all": {"mask": np.zeros((1, 1, 1, S), bool)},
 }
+
+
+def some_heads(
+    load: str, random: np.random.Generator, shape: tuple[int, int, int], taken: int, groups: int
+) -> np.ndarray:
+    """The heads `(B, T, taken)` of tokens, equally many of each group of the `H` in `(B, T, H)`."""
+    _, T, H = shape
+    preference = random.random(shape)
+    if load == "uneven":  # All take head 0 and none head 1.
+        preference[..., :2] = [2, -1]
+        preference[..., 3:] += 0.4
+    elif load == "the same":  # The first, and the last ones.
+        preference = np.broadcast_to(abs(np.arange(H) - 0.6), shape)
+    elif load == "by entry":
+        preference = np.broadcast_to(np.roll(np.arange(H), 1), shape).copy()
+        preference[::2] *= -1
+    elif load == "by position":
+        preference = np.broadcast_to(np.arange(H), shape).copy()
+        preference[:, T // 3 :] *= -1
+    else:
+        assert load == "even"
+    by_group = preference.reshape(*shape[:2], groups, H // groups)
+    order = np.argsort(-by_group, axis=-1, kind="stable")[..., : taken // groups]
+    heads = order + np.arange(0, H, H // groups)[:, None]
+    return np.sort(heads.reshape(*shape[:2], taken), axis=-1).astype("int32")
 
 
 class Case:
     """Tensors of a call in every form: exact in float16, as all their entries are."""
 
-    def __init__(self, groups: int = 2, queries: int = T, keys: int = S, taken: int = K) -> None:
-        self.query = floats(B, queries, H, d, seed=1)
-        self.key = floats(B, keys, groups, d, seed=2)
-        self.value = floats(B, keys, groups, dv, seed=3)
-        random = np.random.default_rng(4)
-        order = random.random((B, queries, H)).argsort(axis=-1)
-        self.heads = np.sort(order[..., :taken], axis=-1).astype("int32")
-        self.gates = 2 + floats(B, queries, taken, seed=5)
-        self.cotangent = floats(B, queries, H, dv, seed=6)
+    def __init__(
+        self,
+        groups: int = 2,
+        queries: int = T,
+        keys: int = S,
+        taken: int = K,
+        *,
+        batch: int = B,
+        heads: int = H,
+        widths: tuple[int, int] = (d, dv),
+        load: str = "even",
+        routing_groups: int = 1,
+        seed: int = 0,
+    ) -> None:
+        key_dim, value_dim = widths
+        self.query = floats(batch, queries, heads, key_dim, seed=seed + 1)
+        self.key = floats(batch, keys, groups, key_dim, seed=seed + 2)
+        self.value = floats(batch, keys, groups, value_dim, seed=seed + 3)
+        random = np.random.default_rng(seed + 4)
+        shape = (batch, queries, heads)
+        self.routing_groups = routing_groups
+        self.heads = some_heads(load, random, shape, taken, routing_groups)
+        self.gates = 2 + floats(batch, queries, taken, seed=seed + 5)
+        self.cotangent = floats(batch, queries, heads, value_dim, seed=seed + 6)
 
     @property
     def dense_gates(self) -> np.ndarray:
@@ -105,6 +264,20 @@ class Case:
         )
         return positions & options.get("mask", np.True_)
 
+    def run(self, path: Path, options: dict[str, Any], dtype: str) -> tuple[Any, Any]:
+        """The output, and the gradients by query, key, value and gates."""
+        static = (options.get(name) for name in ("scale", "sliding_window"))
+        run = runner(path, options.get("is_causal", False), *static, self.routing_groups)
+        inputs = self.tensors(dtype)
+        offset = options.get("causal_offset", 0)
+        more = [self.heads, ops.convert_to_tensor(self.cotangent, inputs[-1].dtype), offset]
+        if "mask" in options:
+            mask = options["mask"]
+            more.append(mask if mask.ndim == 4 else mask[None, None])
+        if path.mode != "eager":
+            more = map(ops.convert_to_tensor, more)
+        return run(*inputs, *more)
+
 
 def assert_close(actual: Any, expected: np.ndarray, tolerance: float, name: str) -> None:
     size = max(np.abs(expected).max(initial=0), 1.0)
@@ -113,64 +286,87 @@ def assert_close(actual: Any, expected: np.ndarray, tolerance: float, name: str)
     )
 
 
-def check(implementation: str | None, case: Case, options: dict[str, Any], dtype: str) -> None:
+def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float32") -> str | None:
+    """What the reason says for which the implementation cannot serve the call, if it cannot."""
+    if path.implementation in (None, "reference"):
+        return None
+    mask_shape = np.shape(options.get("mask", np.True_))
+    if len(mask_shape) == 4 and mask_shape[1] > 1:
+        return "mask has no head axis"
+    if path.implementation == "compact":
+        if dtype == "float64":
+            return "computes in float32"
+        taken_of_all = case.heads.shape[-1] == case.query.shape[2]
+        if not taken_of_all and case.routing_groups % case.key.shape[2]:
+            return "key/value heads do not divide the routing groups"
+    return None
+
+
+def check(
+    path: Path,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+    dtype: str,
+    tolerance: float | None = None,
+) -> None:
     """Values, scores and every gradient against the oracle."""
+    groups, taken = shape.get("groups", 2), shape.get("taken", K)
+    if path.implementation == "compact" and taken % groups == 0:
+        shape = {"routing_groups": groups, **shape}
+    case = Case(**shape)
+    reason = refusal(path, case, options, dtype)
+    if reason is not None:
+        with pytest.raises(UnsupportedError, match=reason):
+            case.run(path, options, dtype)
+        return
     mask, scale = case.mask(options), options.get("scale")
     arrays = tuple(x.astype("float64") for x in (case.query, case.key, case.value))
     expected, expected_scores = oracle.attend(*arrays, mask, scale)
     expected = expected * case.dense_gates[..., None]
-    expected_gradients = oracle.attend_gradients(
+    *expected_gradients, by_dense_gates = oracle.attend_gradients(
         *arrays, case.dense_gates, mask, case.cotangent, scale
     )
+    expected_gradients.append(np.take_along_axis(by_dense_gates, case.heads, axis=-1))
+    tolerance = tolerance or TOLERANCES[dtype]
 
-    def attend(query: Any, key: Any, value: Any, gates: Any, **more: Any) -> Any:
-        return routed_attention(
-            *(query, key, value, case.routing(gates)),
-            **options,
-            **more,
-            implementation=implementation,
-        )
-
-    def loss(*inputs: Any) -> Any:
-        return ops.sum(ops.cast(attend(*inputs), gate_dtype) * cotangent)
-
-    inputs, tolerance = case.tensors(dtype), TOLERANCES[dtype]
-    gate_dtype = inputs[-1].dtype
-    cotangent = ops.convert_to_tensor(case.cotangent, gate_dtype)
-    mask_shape = np.shape(options.get("mask", np.True_))
-    if implementation in ONE_FOR_ALL_HEADS and len(mask_shape) == 4 and mask_shape[1] > 1:
-        with pytest.raises(UnsupportedError, match="head axis"):
-            attend(*inputs)
-        return
-    output = compiled(attend, *inputs)
-
+    output, by = case.run(path, options, dtype)
     assert keras.backend.standardize_dtype(output.dtype) == dtype
     assert_close(output, expected, tolerance, "output")
-    if implementation in (None, "reference"):
-        with_scores, scores = compiled(lambda *x: attend(*x, return_attention_scores=True), *inputs)
-        assert_close(with_scores, expected, tolerance, "output beside scores")
-        assert_close(scores, expected_scores, tolerance, "scores")
     nothing = (expected == 0).all(axis=-1)  # a head not taken, or a row without a key
     assert (to_numpy(output)[nothing] == 0).all()
-
-    *by_tensors, by_gates = gradients(loss, inputs).inputs
-    names = ("query", "key", "value")
-    for name, actual, wanted in zip(names, by_tensors, expected_gradients, strict=False):
+    names = ("query", "key", "value", "gates")
+    for name, tensor, actual, wanted in zip(
+        names, case.tensors(dtype), by, expected_gradients, strict=True
+    ):
+        assert actual.dtype == tensor.dtype
         assert_close(actual, wanted, tolerance, f"gradient by {name}")
-    wanted = np.take_along_axis(expected_gradients[-1], case.heads, axis=-1)
-    assert_close(by_gates, wanted, tolerance, "gradient by gates")
-    assert (by_tensors[0][case.dense_gates == 0] == 0).all()
+    assert (to_numpy(by[0])[case.dense_gates == 0] == 0).all()
+
+    if path.implementation in (None, "reference"):
+        *inputs, gates = case.tensors(dtype)
+
+        def attend_with_scores(*tensors: Any) -> Any:
+            return routed_attention(
+                *(*tensors, case.routing(gates)),
+                **options,
+                return_attention_scores=True,
+                implementation=path.implementation,
+            )
+
+        with_scores, scores = compiled(attend_with_scores, *inputs)
+        assert_close(with_scores, expected, tolerance, "output beside scores")
+        assert_close(scores, expected_scores, tolerance, "scores")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(implementation: str, options: dict[str, Any]) -> None:
-    check(implementation, Case(), options, "float32")
+def test_options(path: Path, options: dict[str, Any]) -> None:
+    check(path, {}, options, "float32")
 
 
 @pytest.mark.float64
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_in_float64(implementation: str, options: dict[str, Any]) -> None:
-    check(implementation, Case(), options, "float64")
+def test_options_in_float64(path: Path, options: dict[str, Any]) -> None:
+    check(path, {}, options, "float64")
 
 
 SHAPES = {
@@ -181,21 +377,141 @@ SHAPES = {
     "one query": {"queries": 1},
     "one key": {"keys": 1},
     "more queries than keys": {"queries": 13},
+    "no query": {"queries": 0},
+    "no key": {"keys": 0},
+    "no batch": {"batch": 0},
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_shapes(implementation: str, shape: dict[str, int]) -> None:
-    check(implementation, Case(**shape), {"is_causal": True}, "float32")
+def test_shapes(path: Path, shape: dict[str, int]) -> None:
+    check(path, shape, {"is_causal": True}, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(implementation: str, dtype: str) -> None:
-    check(implementation, Case(), {"mask": some_mask(B, 1, 1, S)}, dtype)
+def test_half_precision(path: Path, dtype: str) -> None:
+    check(path, {}, {"mask": some_mask(B, 1, 1, S)}, dtype)
 
 
 def test_the_choice_is_right_as_well() -> None:
-    check(None, Case(), {"is_causal": True}, "float32")
+    check(Path(None, modes(None)[0]), {}, {"is_causal": True}, "float32")
+
+
+# Long enough for several tiles, chunks and spans of keys, and no multiple of any of them.
+LONG = {"queries": 523, "keys": 509, "heads": 4, "taken": 2, "widths": (5, 3)}
+LONG_MASK = (2, 1, 523, 509)
+UNKNOWN_KEYS = padding(333, 0, length=509)[:, None, None]
+LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({"load": "uneven"}, {}),
+    "all on one head": ({"load": "the same", "taken": 1}, {}),
+    "all heads": ({"taken": 4}, {"is_causal": True}),
+    "causal": ({"load": "uneven"}, {"is_causal": True}),
+    "causal from 77": ({"load": "by position"}, {"is_causal": True, "causal_offset": 77}),
+    "causal from -300": ({"load": "by entry"}, {"is_causal": True, "causal_offset": -300}),
+    "causal behind all keys": ({}, {"is_causal": True, "causal_offset": 1000}),
+    "causal before all keys": ({}, {"is_causal": True, "causal_offset": -600}),
+    "window": ({"load": "by position"}, {"sliding_window": 37}),
+    "window from 300": ({"load": "uneven"}, {"sliding_window": 37, "causal_offset": 300}),
+    "causal window": (
+        {"load": "by entry"},
+        {"is_causal": True, "sliding_window": 37, "causal_offset": -50},
+    ),
+    "padding": ({"load": "the same"}, {"mask": UNKNOWN_KEYS[::-1]}),
+    "padding at the end": ({"load": "even"}, {"mask": UNKNOWN_KEYS}),
+    "mask": ({"load": "uneven"}, {"mask": some_mask(*LONG_MASK)}),
+    "mask for all entries": (
+        {"load": "by entry"},
+        {"mask": oracle.allowed(523, 509, is_causal=True)[None, None]},
+    ),
+    "causal mask": ({}, {"mask": some_mask(*LONG_MASK), "is_causal": True}),
+    "causal window and padding": (
+        {"load": "uneven"},
+        {
+            "mask": UNKNOWN_KEYS[::-1],
+            "is_causal": True,
+            "sliding_window": 37,
+            "causal_offset": -7,
+        },
+    ),
+    "window and mask": (
+        {"load": "by position"},
+        {"mask": some_mask(*LONG_MASK), "sliding_window": 37},
+    ),
+}
+
+
+@each_fast_path
+@pytest.mark.parametrize(("shape", "options"), LONG_CASES.values(), ids=LONG_CASES)
+def test_long(path: Path, shape: dict[str, Any], options: dict[str, Any]) -> None:
+    check(path, LONG | shape, options, "float32")
+
+
+@each_fast_path
+@pytest.mark.float64
+@pytest.mark.parametrize("name", ["nothing", "mask", "causal window and padding"])
+def test_long_in_float64(path: Path, name: str) -> None:
+    shape, options = LONG_CASES[name]
+    check(path, LONG | shape, options, "float64")
+
+
+@each_fast_path
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_long_in_half_precision(path: Path, dtype: str) -> None:
+    shape, options = LONG_CASES["causal window and padding"]
+    check(path, LONG | shape, options, dtype)
+
+
+@each_fast_path
+@pytest.mark.parametrize("widths", [(72, 5), (64, 80), (128, 256), (256, 128)], ids=str)
+def test_widths(path: Path, widths: tuple[int, int]) -> None:
+    """Of keys and values, which no fused kernel may want alike, or to be multiples of anything."""
+    shape = {"queries": 37, "keys": 41, "heads": 2, "taken": 1, "groups": 1, "widths": widths}
+    check(path, shape, {"is_causal": True}, "float32")
+
+
+@each_fast_path
+def test_large_scores(path: Path) -> None:
+    """Of several hundreds on either side, where an exponential of the wrong row is infinite."""
+    shape = LONG | {"queries": 67, "keys": 71, "load": "uneven"}
+    check(path, shape, {"scale": 50.0}, "float32", tolerance=3e-4)
+
+
+@st.composite
+def drawn_options(draw: st.DrawFn) -> dict[str, Any]:
+    """Of few kinds, since each is compiled anew, and with any numbers."""
+    is_causal, window, full = draw(
+        st.sampled_from([(True, None, False), (True, 23, True), (False, 23, False)])
+    )
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    keys, queries = PROPERTY["keys"], PROPERTY["queries"]
+    if full:
+        density = draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        mask = random.random((2, 1, queries, keys)) < density
+    else:
+        lengths = draw(st.lists(st.integers(0, keys), min_size=2, max_size=2))
+        mask = padding(*lengths, length=keys)[:, None, None]
+        if draw(st.booleans()):  # Holes, and padding at the start.
+            mask = mask[..., ::-1] & (random.random(mask.shape) < 0.7)
+    return {
+        "is_causal": is_causal,
+        "sliding_window": window,
+        "causal_offset": draw(st.integers(-queries - 30, keys + 30)),
+        "mask": mask,
+    }
+
+
+PROPERTY = {"queries": 149, "keys": 163, "heads": 4, "taken": 2, "widths": (5, 3)}
+
+
+@each_fast_path
+@hypothesis.settings(max_examples=25 if BACKEND == "jax" else 100)
+@hypothesis.given(
+    options=drawn_options(),
+    load=st.sampled_from(["even", "uneven", "the same", "by entry", "by position"]),
+    seed=st.integers(0, 99),
+)
+def test_any_masks_and_loads(path: Path, options: dict[str, Any], load: str, seed: int) -> None:
+    check(path, {**PROPERTY, "load": load, "seed": seed}, options, "float32")
 
 
 @pytest.mark.float64
@@ -219,9 +535,11 @@ def test_oracle_gradients_are_differences_of_its_outputs() -> None:
             assert abs((above - below) / (2 * step) - gradient[index]) < 1e-7
 
 
+# JAX has no integers of 64 bits, but for those of a run in float64.
+@pytest.mark.parametrize("dtype", ["int32", "int8" if BACKEND == "jax" else "int64"])
 @pytest.mark.parametrize("offset", [0, 2])
-def test_causal_offset_may_be_a_tensor(implementation: str, offset: int) -> None:
-    case = Case()
+def test_causal_offset_may_be_a_tensor(implementation: str, offset: int, dtype: str) -> None:
+    case = Case(routing_groups=2)
     *inputs, gates = case.tensors("float32")
 
     def attend(offset: Any) -> Any:
@@ -231,10 +549,39 @@ def test_causal_offset_may_be_a_tensor(implementation: str, offset: int) -> None
             causal_offset=offset,
             sliding_window=3,
             implementation=implementation,
+            routing_groups=2,
         )
 
-    actual = compiled(attend, ops.convert_to_tensor(offset, "int32"))
+    actual = compiled(attend, ops.convert_to_tensor(offset, dtype))
     assert_close(actual, to_numpy(attend(offset)), TOLERANCES["float32"], "output")
+
+
+REFUSED = {
+    "mask of every head": ({"mask": some_mask(B, H, T, S)}, "its mask has no head axis"),
+    "dropout": ({"dropout": 0.5, "seed": 7}, "it has no dropout on the attention scores"),
+    "scores": ({"return_attention_scores": True}, "it does not keep the attention scores"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_by_all_but_the_reference(options: dict[str, Any], reason: str) -> None:
+    case = Case(routing_groups=2)
+    routing = case.routing(ops.convert_to_tensor(case.gates))
+
+    def attend(implementation: str | None) -> Any:
+        return routed_attention(
+            *(case.query, case.key, case.value, routing),
+            **options,
+            implementation=implementation,
+            routing_groups=2,
+        )
+
+    for name in {path.implementation for path in paths()} - {"reference"}:
+        with pytest.raises(UnsupportedError, match=f"implementation='{name}' .*: {reason}"):
+            attend(name)
+    expected = keras.tree.flatten(attend("reference"))
+    for actual, wanted in zip(keras.tree.flatten(attend(None)), expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(actual), to_numpy(wanted))
 
 
 def dropped_weights(seed: Any, case: Case, rate: float) -> np.ndarray:
@@ -283,14 +630,6 @@ def test_dropout_of_zero_needs_no_seed() -> None:
     case = Case()
     weights = dropped_weights(None, case, 0.0)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
-
-
-def test_empty_batch(implementation: str) -> None:
-    case = Case()
-    *inputs, gates = (x[:0] for x in case.tensors("float32"))
-    routing = Routing(case.heads[:0], gates, gates[..., :0])
-    output = routed_attention(*inputs, routing, is_causal=True, implementation=implementation)
-    assert tuple(output.shape) == (0, T, H, dv)
 
 
 BAD_ARGUMENTS = {
