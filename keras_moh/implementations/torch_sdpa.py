@@ -91,7 +91,7 @@ def plan(heads: torch.Tensor, num_heads: int) -> Plan:
     for head in range(num_heads):
         stop = start + sum(counts[head])
         full = stop - start == batch * length
-        if full and runs and runs[-1].tokens is None:
+        if full and runs and runs[-1].tokens is None and runs[-1].heads.stop == head:
             last = runs.pop()
             runs.append(Run(slice(last.heads.start, head + 1), slice(last.rows.start, stop), None))
         elif stop > start:
