@@ -1,7 +1,6 @@
 """`routed_attention`, every implementation of it, and the choice among them."""
 
 import functools
-import re
 import sys
 import types
 from typing import Any, NamedTuple
@@ -120,28 +119,6 @@ def runner(
         return function_of(*map(unknown, tensors))(*tensors)
 
     return run_graph
-
-
-# What is known to fail, by the names of tests: to be taken out when it is mended.
-KNOWN_BUGS = {
-    r"jax_xla.*(no key in the last entry|1 from 1|window from 1|1, 1, 1\))": (
-        "jax_xla: a tile that reaches over the end of its list weighs rows of the next one by the "
-        "logarithmic sums that these have over other keys: infinity times 0 makes NaN of the "
-        "gradients by key and value"
-    ),
-    r"jax_xla.*(no query|no key\]|no batch)": "jax_xla: not of empty arrays",
-    r"tensorflow_xla-xla-no batch": "tensorflow_xla: not of an empty batch under jit_compile=True",
-    r"reference-eager-no query": "reference on TensorFlow: einsum fails without queries",
-}
-
-
-@pytest.fixture(autouse=True)
-def _known_bugs(request: pytest.FixtureRequest) -> None:
-    for pattern, reason in KNOWN_BUGS.items():
-        if re.search(pattern, request.node.name) and not (
-            "TensorFlow" in reason and BACKEND != "tensorflow"
-        ):
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def some_mask(*shape: int) -> np.ndarray:
