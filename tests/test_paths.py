@@ -478,7 +478,7 @@ class TestTorch:
                     output.sum().backward()
             counts[name] = counter.get_total_flops()
         # A quarter of the attention and of two of the four projections is left.
-        assert 0.25 < counts["torch_sdpa"] / counts["reference"] < 0.3
+        assert 0.25 < counts["torch_sdpa"] / counts["reference"] < 0.33
 
     def captures(self) -> dict[str, Callable[..., Any]]:
         import torch
@@ -557,5 +557,6 @@ class TestTorch:
         compiled = functools.partial(torch.compile, backend="aot_eager")
         monkeypatch.setattr(torch, "compile", compiled)
         seen, results = train_and_predict(moh_attention(), {"jit_compile": True}, ran, *SHAPES)
-        assert "torch_sdpa" not in set().union(*seen)
+        assert all("reference" in ran_in_step for ran_in_step in seen)
+        assert seen[-1] == {"reference"}  # the first may build the model, without a graph
         assert_all_close(results, expected_of_model(*SHAPES))
