@@ -325,8 +325,8 @@ def _of_list(tensors: _Tensors, index: Any) -> tuple[Any, Any, Any]:
     group = index // (tensors.num_heads // tensors.groups)
     mask = tensors.options.mask
     if mask is not None:
-        entry = index // tensors.num_heads if mask.shape[0] != 1 else 0
-        mask = mask[entry, 0]
+        # Axes of length 1 may be known as such only when the graph runs.
+        mask = mask[tf.minimum(index // tensors.num_heads, tf.shape(mask)[0] - 1), 0]
         mask = tf.broadcast_to(mask, (tf.shape(mask)[0], tf.shape(tensors.key)[1]))
     return tensors.key[group], tensors.value[group], mask
 
@@ -353,7 +353,9 @@ def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -
     window, visible = options.sliding_window, []
     if mask is not None:
         mask = mask[:, low:high]
-        visible.append(mask if mask.shape[0] == 1 else tf.gather(mask, positions))
+        if mask.shape[0] != 1:
+            mask = tf.gather(mask, tf.minimum(positions, tf.shape(mask)[0] - 1))
+        visible.append(mask)
     if options.is_causal:
         visible.append(query >= key)
     elif window is not None:
