@@ -162,7 +162,7 @@ def test_gradients(case: Case) -> None:
             weights[~rows] = 0
             return ops.sum(output * ops.convert_to_tensor(weights))
 
-        _, by_inputs, by_weights = gradients(loss, case.inputs, layer)
+        _, by_inputs, by_weights, _ = gradients(loss, case.inputs, layer)
         return by_weights | {f"input {index}": x for index, x in enumerate(by_inputs)}
 
     expected, actual = gradients_of(theirs, return_attention_scores=True), gradients_of(ours)

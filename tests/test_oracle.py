@@ -535,7 +535,7 @@ def check_gradients(name: str, dtype: str, tolerance: float) -> None:
         return ops.sum(output * weights) + sum(layer.losses)
 
     inputs = [ops.convert_to_tensor(x, dtype) for x in case.inputs]
-    _, by_inputs, by_weights = gradients(loss, inputs, layer)
+    _, by_inputs, by_weights, _ = gradients(loss, inputs, layer)
     actual = by_weights | {f"input {i}": gradient for i, gradient in enumerate(by_inputs)}
     assert set(actual) == set(expected)
     for parameter, gradient in actual.items():
@@ -577,7 +577,7 @@ def test_gradients_are_finite_where_no_key_is_left(dtype: str) -> None:
     def loss(x: Any) -> Any:
         return ops.sum(ops.cast(layer(x, attention_mask=mask, training=True), "float32"))
 
-    _, (by_x,), by_weights = gradients(loss, [x], layer)
+    _, (by_x,), by_weights, _ = gradients(loss, [x], layer)
     for name, gradient in {"x": by_x, **by_weights}.items():
         assert np.isfinite(gradient).all(), name
     # The first sequence has no key at all: no value of it reaches any output.
@@ -591,8 +591,8 @@ def test_task_loss_teaches_the_routed_scores_only_with_two_heads(top_k: int, lea
     x = floats(2, 5, 11)
     layer.build(x.shape)
 
-    _, _, of_task = gradients(lambda x: ops.sum(layer(x, training=True) ** 2), [x], layer)
-    _, _, of_balance = gradients(
+    _, _, of_task, _ = gradients(lambda x: ops.sum(layer(x, training=True) ** 2), [x], layer)
+    _, _, of_balance, _ = gradients(
         lambda x: (layer(x, training=True), sum(layer.losses))[1], [x], layer
     )
 

@@ -165,8 +165,8 @@ def test_is_really_rematerialized(scope, monkeypatch):
         calls.append(None)
         return attention(*args, **kwargs)
 
-    attention = module.routed_attention
-    monkeypatch.setattr(module, "routed_attention", counted)
+    attention = module.attention_spec
+    monkeypatch.setattr(module, "attention_spec", counted)
     layer = scoped_layer(scope)
     if BACKEND == "jax":  # traces once, and marks what is to be computed again
         import jax
