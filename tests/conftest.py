@@ -1,14 +1,19 @@
 """What every test run has in common: it uses the framework it was asked for, and no other."""
 
+import functools
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import keras
 import pytest
 
+from keras_moh import implementations
+from keras_moh.implementations import costs
 from tests.known_bugs import KNOWN_BUGS
 
 FRAMEWORKS = {"torch", "jax", "tensorflow"}
@@ -19,6 +24,35 @@ PACKAGE = Path(__file__).parents[1] / "keras_moh"
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the implementations that run from now on, or that graphs are made of."""
+    implementations.load_implementations()
+    names: list[str] = []
+
+    def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return function(*args, **kwargs)
+
+        return recorded
+
+    for name in implementations.IMPLEMENTATIONS.keys() & implementations._loaded:
+        module = implementations._loaded[name]
+        for function in ("attend", "attend_rows"):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, recording(name, getattr(module, function)))
+    return names
+
+
+@pytest.fixture
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of the first that serves, so that small tests see what large models get."""
+    monkeypatch.setattr(costs, "is_worth_it", lambda name, spec: True)
+    monkeypatch.setattr(costs, "skips_projections", lambda spec: True)
 
 
 def is_installed(module: str) -> bool:

@@ -112,7 +112,8 @@ class Case:
         def function(*inputs: Any) -> Any:
             output = layer(*inputs, **call, training=True)
             cotangent = ops.convert_to_tensor(floats(*output.shape, seed=99), dtype)
-            total = ops.sum(ops.cast(output, dtype) * cotangent) + sum(layer.losses)
+            losses = sum(ops.cast(loss, dtype) for loss in layer.losses)
+            total = ops.sum(ops.cast(output, dtype) * cotangent) + losses
             return total, [output, *layer.losses]
 
         return gradients(function, inputs, layer)

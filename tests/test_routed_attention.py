@@ -315,9 +315,13 @@ def check(
     for name, tensor, actual, wanted in zip(
         names, case.tensors(dtype), by, expected_gradients, strict=True
     ):
+        if actual is None:  # Nothing depends on anything, where there is nothing.
+            assert 0 in output.shape or 0 in case.key.shape
+            actual = ops.zeros_like(tensor)
         assert actual.dtype == tensor.dtype
         assert_close(actual, wanted, tolerance, f"gradient by {name}")
-    assert (to_numpy(by[0])[case.dense_gates == 0] == 0).all()
+    if by[0] is not None:
+        assert (to_numpy(by[0])[case.dense_gates == 0] == 0).all()
 
     if path.implementation in (None, "reference"):
         *inputs, gates = case.tensors(dtype)

@@ -1,0 +1,170 @@
+"""`torch_sdpa` does no more than the work of the heads taken, and runs in no captured graph."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moh import UnsupportedError
+from tests.helpers import output_and_gradients, to_numpy
+from tests.paths import (
+    HEADS,
+    LENGTH,
+    OPTIONS,
+    WIDTH,
+    attention,
+    inputs_of_length,
+    model_of,
+)
+from tests.samples import D, floats, moh_attention
+
+if keras.backend.backend() != "torch":
+    pytest.skip("of another backend", allow_module_level=True)
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_has_no_tensor_of_all_scores(options: dict[str, Any]) -> None:
+    assert largest_tensor("torch_sdpa", options) < LENGTH**2
+
+
+def test_the_reference_has_one() -> None:
+    """Else the test above could not fail."""
+    assert largest_tensor("reference", {}) >= LENGTH**2
+
+
+def largest_tensor(name: str, options: dict[str, Any]) -> int:
+    """Entries of the largest tensor that any operation makes, forward and backward."""
+    sizes = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            results = keras.tree.flatten(result)
+            sizes.extend(
+                x.untyped_storage().nbytes() // x.itemsize
+                for x in results
+                if isinstance(x, torch.Tensor)
+            )
+            return result
+
+    tensors, heads, cotangent = inputs_of_length(1)
+    with Recorder():
+        output_and_gradients(attention(name, heads, **options), tensors, cotangent)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_flops_are_those_of_the_heads_taken(training: bool) -> None:
+    """In the layer: PyTorch's own count, against that of the formula."""
+    # The one for CPUs is not among those that are counted anyway.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    kernels = {
+        kernel: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+        backward_kernel: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
+    }
+    counts = {}
+    for name in ("torch_sdpa", "reference"):
+        layer = moh_attention(
+            num_heads=8, num_shared_heads=1, top_k=1, key_dim=16, implementation=name
+        )
+        x = ops.convert_to_tensor(floats(2, 301, D))
+        layer.build(x.shape)
+        with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
+            output = layer(x, use_causal_mask=False)
+            if training:
+                output.sum().backward()
+        counts[name] = counter.get_total_flops()
+    # A quarter of the attention and of two of the four projections is left.
+    # For gradients the fused kernel makes the scores again.
+    share = counts["torch_sdpa"] / counts["reference"]
+    assert 0.25 < share < (0.33 if training else 0.3)
+
+
+def captures() -> dict[str, Callable[..., Any]]:
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+    def exported(function: Callable[..., Any]) -> Callable[..., Any]:
+        class Module(torch.nn.Module):
+            def forward(self, *args: Any) -> Any:
+                return function(*args)
+
+        return lambda *args: torch.export.export(Module(), args, strict=False).module()(*args)
+
+    return {
+        "compile": compiled,
+        "export": exported,
+        "vmap": lambda f: lambda *args: torch.vmap(f)(*(x[None] for x in args))[0],
+        "grad": lambda f: lambda *args: torch.func.vjp(f, *args)[0],
+        "trace": lambda f: lambda *args: torch.jit.trace(f, args, check_trace=False)(*args),
+    }
+
+
+CAPTURES = ("compile", "export", "vmap", "grad", "trace")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.usefixtures("always_worth_it")
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_captured_graph_is_of_the_reference(capture: str, ran: list[str]) -> None:
+    """None of them knows how many tokens take a head."""
+    tensors, heads, _ = inputs_of_length(2, length=37)
+    attend = attention(None, heads, is_causal=True)
+    expected = attention("reference", heads, is_causal=True)(*tensors)
+    ran.clear()
+    output = captures()[capture](attend)(*tensors)
+    assert "torch_sdpa" not in ran
+    np.testing.assert_allclose(to_numpy(output), to_numpy(expected), rtol=0, atol=1e-5)
+    # Called as it is, it is the other one again.
+    attend(*tensors)
+    assert ran[-1] == "torch_sdpa"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_named_one_refuses_to_be_captured(capture: str) -> None:
+    tensors, heads, _ = inputs_of_length(2, length=37)
+    captured = captures()[capture](attention("torch_sdpa", heads))
+    error = torch._dynamo.exc.Unsupported if capture == "compile" else UnsupportedError
+    with pytest.raises(error, match="which a traced graph does not know"):
+        captured(*tensors)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_values(kind: str) -> None:
+    tensors, heads, _ = inputs_of_length(2, length=37)
+
+    def stand_ins() -> Iterator[Any]:
+        for x in (*tensors, heads):
+            yield x.to("meta") if kind == "meta" else mode.from_tensor(x)
+
+    mode = FakeTensorMode()
+    *tensors, heads = stand_ins()
+    with mode if kind == "fake" else keras.device("meta"):
+        output = attention(None, heads)(*tensors)
+        assert tuple(output.shape) == (2, 37, HEADS, WIDTH)
+        with pytest.raises(UnsupportedError, match="which a traced graph does not know"):
+            attention("torch_sdpa", heads)(*tensors)
+
+
+@pytest.mark.usefixtures("always_worth_it")
+def test_model_of_compiled_graphs(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jit_compile=True`: the reference, with the same results."""
+    # The last step needs a C++ compiler.
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    x, models = floats(2, 5, D), [model_of(moh_attention()) for _ in range(2)]
+    models[0].compile(jit_compile=True)
+    predicted = models[0].predict(x, verbose=0)
+    assert set(ran) == {"reference"}
+    np.testing.assert_allclose(predicted, to_numpy(models[1](x)), rtol=1e-4, atol=1e-5)
+    assert ran[-1] == "torch_sdpa"
