@@ -273,6 +273,8 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     if path.implementation == "compact":
         if dtype == "float64":
             return "computes in float32"
+        if dtype == "float16":
+            return "no gradient in float16"
         taken_of_all = case.heads.shape[-1] == case.query.shape[2]
         if not taken_of_all and case.routing_groups % case.key.shape[2]:
             return "key/value heads do not divide the routing groups"

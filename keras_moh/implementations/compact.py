@@ -26,6 +26,8 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
         return "it has no dropout on the attention scores"
     if spec.mask_shape is not None and spec.mask_shape[1] != 1:
         return "its mask has no head axis"
+    if spec.dtype == "float16" and spec.device == "cpu":
+        return "JAX's fused attention has no gradient in float16 on a CPU"
     if spec.dtype == "float64":
         return "Keras's fused attention computes in float32"
     if spec.num_active_heads < spec.num_heads and spec.routing_groups % spec.num_key_value_heads:
