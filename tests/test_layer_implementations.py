@@ -234,7 +234,7 @@ def expected(name: str, policy: str) -> Gradients:
 def check(name: str, variant: Variant, policy: str) -> None:
     case = CASES[name]
     if not case.is_served(variant.implementation, policy):
-        with pytest.raises(UnsupportedError, match="key/value heads|float32|float16"):
+        with pytest.raises(UnsupportedError, match=r"key/value heads|float32|float16"):
             case.run(variant.implementation, policy)
         return
     found, wanted = case.run(variant.implementation, policy), expected(name, policy)
