@@ -12,6 +12,7 @@ overwrites.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,6 +50,9 @@ def attend(
     """Attention of the heads taken; see `reference.attend`."""
     if 0 in (*query.shape[:2], key.shape[1]):
         return tf.zeros((*ops.shape(query)[:3], value.shape[-1]), query.dtype), None
+    if not isinstance(options.causal_offset, int):
+        offset = tf.cast(options.causal_offset, tf.int32)
+        options = dataclasses.replace(options, causal_offset=offset)
     rows = rows_of(heads, query.shape[2])
     row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
 
