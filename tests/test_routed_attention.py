@@ -379,8 +379,10 @@ def test_half_precision(path: Path, dtype: str) -> None:
     check(path, {}, {"mask": some_mask(B, 1, 1, S)}, dtype)
 
 
-def test_the_choice_is_right_as_well() -> None:
-    check(Path(None, modes(None)[0]), {}, {"is_causal": True}, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_choice_is_right_as_well(groups: int, dtype: str) -> None:
+    check(Path(None, modes(None)[0]), {"groups": groups}, {"is_causal": True}, dtype)
 
 
 # Long enough for several tiles, chunks and spans of keys, and no multiple of any of them.
