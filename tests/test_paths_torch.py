@@ -168,3 +168,18 @@ def test_model_of_compiled_graphs(ran: list[str], monkeypatch: pytest.MonkeyPatc
     assert set(ran) == {"reference"}
     np.testing.assert_allclose(predicted, to_numpy(models[1](x)), rtol=1e-4, atol=1e-5)
     assert ran[-1] == "torch_sdpa"
+
+
+@pytest.mark.parametrize("part", ["attention", "layer"])
+def test_second_derivatives_are_refused(part: str) -> None:
+    """Loudly, also where the result depends on the input by another way as well."""
+    if part == "layer":
+        layer = moh_attention(implementation="torch_sdpa")
+        x = ops.convert_to_tensor(floats(2, 37, D)).requires_grad_()
+        output = layer(x)
+    else:
+        (x, *others), heads, _ = inputs_of_length(2, length=37)
+        x.requires_grad_()
+        output = attention("torch_sdpa", heads)(x, *others)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad((output**2).sum(), x, create_graph=True)

@@ -18,14 +18,14 @@ computes the probabilities again, chunk by chunk, from their logarithmic sums.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from keras_moh.implementations.spec import AttentionSpec, Options
@@ -162,6 +162,25 @@ def attend_rows(
     return output * row_gates[:, None].to(output.dtype)
 
 
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, refusing to be differentiated itself.
+
+    PyTorch's own decorator of that name lets `torch.autograd.grad` leave the missing part out,
+    silently, wherever the result depends on the inputs by another way as well.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "implementation='torch_sdpa' has no second derivatives (`create_graph=True`); "
+                "implementation='reference' has them."
+            )
+        return backward(ctx, *gradients)
+
+    return refusing
+
+
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, kernel: Any, bias: Any, plan: Plan) -> torch.Tensor:
@@ -180,7 +199,7 @@ class _Project(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, by_rows: torch.Tensor) -> tuple[Any, ...]:
         x, kernel = ctx.saved_tensors
         tokens = x.flatten(0, 1)
@@ -208,7 +227,7 @@ class _Combine(torch.autograd.Function):
         return output.view(plan.batch, plan.length, -1)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, by_output: torch.Tensor) -> tuple[Any, ...]:
         rows, kernel = ctx.saved_tensors
         by_output = by_output.flatten(0, 1)
@@ -272,7 +291,7 @@ class _Attend(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, by_output: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, output, log_sums = ctx.saved_tensors
         keys, values = _select(key, ctx.visible), _select(value, ctx.visible)
