@@ -14,18 +14,15 @@ from typing import Any
 from keras import ops
 
 from keras_moh.heads import taken_heads
-from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.masks import merge, position_mask
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    if spec.return_attention_scores:
-        return "it does not keep the attention scores"
-    if spec.dropout > 0:
-        return "it has no dropout on the attention scores"
-    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
-        return "its mask has no head axis"
+    reason = needs_reference(spec)
+    if reason is not None:
+        return reason
     if spec.dtype == "float16" and spec.device == "cpu":
         return "JAX's fused attention has no gradient in float16 on a CPU"
     if spec.dtype == "float64":

@@ -4,7 +4,8 @@ See `rows.py` for the rows. Each list of rows is walked through in tiles: a tile
 keys of its batch entry are made, used and forgotten while they are in the processor's cache, so
 nothing of size `T x S` is ever in memory. Shapes are fixed and numbers of tiles are not: loops run
 as often as the lists need. A tile that reaches over the end of its list writes what the next list
-then overwrites. The backward pass makes the scores again, tile by tile, from their logarithms.
+then overwrites. The backward pass makes the scores again, tile by tile, from the logarithms of
+their sums.
 
 Under causality or a window a tile reads the shortest of some fixed spans that holds the keys which
 its rows may see.
@@ -21,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moh.implementations.rows import Rows, place, rows_of, take
-from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.heads import dense_gates
+from keras_moh.implementations.rows import Rows, place, rows_of, span_of_keys, take
+from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
 # Rows of a tile, at most and at least: in between, so many that a list is a few of them.
 _LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST = 256, 32, 4
@@ -32,15 +34,10 @@ _SPANS = 8
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    if spec.return_attention_scores:
-        return "it does not keep the attention scores"
-    if spec.dropout > 0:
-        return "it has no dropout on the attention scores"
-    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
-        return "its mask has no head axis"
-    if None in (spec.batch, spec.query_length, spec.key_length):
+    reason = needs_reference(spec)
+    if reason is None and None in (spec.batch, spec.query_length, spec.key_length):
         return "it needs shapes that are numbers"
-    return None
+    return reason
 
 
 def attend(
@@ -103,7 +100,7 @@ def _forward(
     offset: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
     rows = rows_of(heads, query.shape[2])
-    tensors = _tensors(static, rows, query, key, value, mask, offset)
+    tensors = _tensors(rows, query, key, value, mask, offset)
     length = len(tensors.positions)
 
     def of_tile(tile: _Tile, sums: tuple[()]) -> Any:
@@ -118,19 +115,18 @@ def _forward(
     results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
     (output, log_sums), _ = _for_tiles(static, tensors, rows, query.shape, of_tile, results)
     output = output[: len(rows.places)]
-    row_gates = take(_dense(gates, heads, query.shape[2]), rows)
+    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
     gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
-    return gated, (query, key, value, heads, gates, mask, offset, output, log_sums)
+    inputs = (query, key, value, heads, gates, mask, offset)
+    return gated, (inputs, rows, row_gates, output, log_sums)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tuple[Any, ...]:
-    query, key, value, heads, gates, mask, offset, output, log_sums = residuals
-    rows = rows_of(heads, query.shape[2])
-    tensors = _tensors(static, rows, query, key, value, mask, offset)
+    (query, key, value, heads, gates, mask, offset), rows, row_gates, output, log_sums = residuals
+    tensors = _tensors(rows, query, key, value, mask, offset)
     dtype = _accumulator(query)
     by_gated = take(by_gated, rows).astype(dtype)
-    row_gates = take(_dense(gates, heads, query.shape[2]), rows)
     by_gates = jnp.sum(by_gated * output, axis=-1)
     by_output = _behind(by_gated * row_gates[:, None])
     # The mean of the gradient by the weights, under the weights: that of the output, projected.
@@ -197,14 +193,7 @@ def _behind(x: Any) -> Any:
     return jnp.pad(x, ((0, _LONGEST_TILE), *[(0, 0)] * (x.ndim - 1)))
 
 
-def _dense(gates: Any, heads: Any, num_heads: int) -> Any:
-    slot_is_head = heads[..., None] == jnp.arange(num_heads)
-    return jnp.sum(jnp.where(slot_is_head, gates[..., None], 0), axis=-2)
-
-
-def _tensors(
-    static: _Static, rows: Rows, query: Any, key: Any, value: Any, mask: Any, offset: Any
-) -> _Tensors:
+def _tensors(rows: Rows, query: Any, key: Any, value: Any, mask: Any, offset: Any) -> _Tensors:
     return _Tensors(
         query=_behind(take(query, rows).astype(_accumulator(query))),
         positions=_behind(rows.positions),
@@ -256,7 +245,9 @@ def _for_tiles(
             start, results, sums = carry
             first = tensors.positions[start] + tensors.offset
             last = tensors.positions[jnp.minimum(start + count, stop) - 1] + tensors.offset
-            low, high = _span(static, first, last, key_length)
+            low, high = span_of_keys(
+                first, last, key_length, static.is_causal, static.sliding_window
+            )
 
             def of_width(width: int, sums: Any) -> Any:
                 first_key = jnp.minimum(low, key_length - width)
@@ -285,17 +276,6 @@ def _for_tiles(
 
     all_sums = tuple(jnp.zeros(x.shape, dtype) for x in sums_like)
     return lax.fori_loop(0, batch * num_heads, of_list, (results, all_sums))
-
-
-def _span(static: _Static, first: Any, last: Any, key_length: int) -> tuple[Any, Any]:
-    """The range of keys that queries at positions `first` to `last` may see."""
-    low, high = jnp.zeros_like(first), jnp.full_like(last, key_length)
-    if static.sliding_window is not None:
-        low, high = first - static.sliding_window + 1, last + static.sliding_window
-    if static.is_causal:
-        high = jnp.minimum(high, last + 1)
-    low = jnp.clip(low, 0, key_length)
-    return low, jnp.clip(high, low, key_length)
 
 
 def _cut(

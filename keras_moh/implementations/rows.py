@@ -53,6 +53,19 @@ def rows_of(heads: Any, num_heads: int) -> Rows:
     return Rows(places, positions, starts, taken, ops.transpose(indices, (0, 2, 1)))
 
 
+def span_of_keys(
+    first: Any, last: Any, key_length: Any, is_causal: bool, sliding_window: int | None
+) -> tuple[Any, Any]:
+    """The range of keys of which queries at positions `first` to `last` may see any."""
+    low, high = 0, key_length
+    if sliding_window is not None:
+        low, high = first - sliding_window + 1, last + sliding_window
+    if is_causal:
+        high = ops.minimum(high, last + 1)
+    low = ops.minimum(ops.maximum(low, 0), key_length)
+    return low, ops.minimum(ops.maximum(high, low), key_length)
+
+
 def take(dense: Any, rows: Rows) -> Any:
     """The rows `(R, ...)` of `(B, T, H, ...)`."""
     shape = ops.shape(dense)

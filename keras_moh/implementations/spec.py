@@ -70,3 +70,14 @@ class Options:
     sliding_window: int | None
     dropout: float = 0.0
     seed: Any = None
+
+
+def needs_reference(spec: AttentionSpec) -> str | None:
+    """Why only the reference, which has the scores of all heads, can serve a call, or `None`."""
+    if spec.return_attention_scores:
+        return "it does not keep the attention scores"
+    if spec.dropout > 0:
+        return "it has no dropout on the attention scores"
+    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
+        return "its mask has no head axis"
+    return None

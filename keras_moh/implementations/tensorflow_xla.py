@@ -21,8 +21,8 @@ import tensorflow as tf
 from keras import ops
 
 from keras_moh.heads import dense_gates
-from keras_moh.implementations.rows import Rows, place, rows_of, take
-from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.implementations.rows import Rows, place, rows_of, span_of_keys, take
+from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.tensorflow_device import is_compiled_by_xla
 
 # Rows of a tile, at most; under XLA of every tile.
@@ -35,13 +35,7 @@ _MASKED = -1e30
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    if spec.return_attention_scores:
-        return "it does not keep the attention scores"
-    if spec.dropout > 0:
-        return "it has no dropout on the attention scores"
-    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
-        return "its mask has no head axis"
-    return None
+    return needs_reference(spec)
 
 
 def attend(
@@ -197,6 +191,7 @@ def _for_fitting_tiles(
     """`_for_tiles` where shapes may depend on values; the sums are `(lists, width, S)`."""
     dtype, starts = tensors.query.dtype, tensors.rows.starts
     num_lists, key_length = tf.shape(starts)[0] - 1, tf.shape(tensors.key)[1]
+    offset, window = tensors.options.causal_offset, tensors.options.sliding_window
 
     def arrays(size: Any, shapes: list[Any]) -> list[tf.TensorArray]:
         return [
@@ -211,7 +206,11 @@ def _for_fitting_tiles(
         def of_part(part: Any) -> tuple[list[Any], list[Any]]:
             begin, end = start + part * count // number, start + (part + 1) * count // number
             positions = tensors.rows.positions[begin:end]
-            low, high = _span(tensors.options, positions, key_length)
+            # A list may be empty.
+            ends = tf.concat([positions[:1], positions[-1:], [0, 0]], axis=0) + offset
+            low, high = span_of_keys(
+                ends[0], ends[1], key_length, tensors.options.is_causal, window
+            )
             tile = _Tile(
                 tensors.query[begin:end],
                 list_key[low:high],
@@ -333,19 +332,6 @@ def _of_list(tensors: _Tensors, index: Any) -> tuple[Any, Any, Any]:
         mask = mask[tf.minimum(index // tensors.num_heads, tf.shape(mask)[0] - 1), 0]
         mask = tf.broadcast_to(mask, (tf.shape(mask)[0], tf.shape(tensors.key)[1]))
     return tensors.key[group], tensors.value[group], mask
-
-
-def _span(options: Options, positions: Any, key_length: Any) -> tuple[Any, Any]:
-    """The range of keys that queries at ascending `positions` may see."""
-    ends = tf.concat([positions[:1], positions[-1:], [0, 0]], axis=0)
-    first, last = ends[0] + options.causal_offset, ends[1] + options.causal_offset
-    low, high = 0, key_length
-    if options.sliding_window is not None:
-        low, high = first - options.sliding_window + 1, last + options.sliding_window
-    if options.is_causal:
-        high = tf.minimum(high, last + 1)
-    low = tf.clip_by_value(low, 0, key_length)
-    return low, tf.clip_by_value(high, low, key_length)
 
 
 def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -> tuple[Any, Any]:
