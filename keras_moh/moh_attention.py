@@ -571,8 +571,9 @@ class MoHAttention(keras.layers.Layer):
             dropout=dropout,
             seed=seed,
         )
+        tokens = self._fold(query)
         spec = attention_spec(
-            self._fold(query),
+            tokens,
             (self.num_heads, self.key_dim),
             *(key_heads, value_heads, routing, options),
             *(with_attention_scores, self.routing_groups),
@@ -580,7 +581,6 @@ class MoHAttention(keras.layers.Layer):
         implementation = choose_implementation(spec, self.implementation)
         arguments = (key_heads, value_heads, routing.heads, routing.gates)
         if skips_projections(implementation, spec, self._query_dense, self._output_dense):
-            tokens = self._fold(query)
             rows = RowProjections(implementation, routing.heads, self.num_heads)
             query_rows = rows.project(tokens, self._query_dense)
             if self.qk_norm:

@@ -30,6 +30,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from keras_moh.implementations import torch_sdpa
+
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_has_no_tensor_of_all_scores(options: dict[str, Any]) -> None:
@@ -88,6 +90,28 @@ def test_flops_are_those_of_the_heads_taken(training: bool) -> None:
     # For gradients the fused kernel makes the scores again.
     share = counts["torch_sdpa"] / counts["reference"]
     assert 0.25 < share < (0.33 if training else 0.3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_without_the_kernel_for_cpus(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on other devices, by plain products, also of rows that see no key."""
+    options = options | ({"causal_offset": -2} if options.get("is_causal") else {})
+    tensors, heads, cotangent = inputs_of_length(1)
+    expected, expected_by_inputs = output_and_gradients(
+        attention("reference", heads, **options), tensors, cotangent
+    )
+    monkeypatch.setattr(torch_sdpa, "_FUSED_DEVICES", ())
+    with FlopCounterMode(display=False) as counter:
+        output, by_inputs = output_and_gradients(
+            attention("torch_sdpa", heads, **options), tensors, cotangent
+        )
+    assert counter.get_total_flops() > 0  # plain products are counted, the kernel is not
+    results, wanted_results = (output, *by_inputs), (expected, *expected_by_inputs)
+    for actual, wanted in zip(results, wanted_results, strict=True):
+        size = max(float(wanted.abs().max()), 1.0)
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=0, atol=2e-5 * size)
 
 
 def captures() -> dict[str, Callable[..., Any]]:

@@ -28,24 +28,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from keras_moh.implementations.spec import AttentionSpec, Options
+from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
 # Rows of a chunk where a chunk has a mask: short, so that keys beyond its last row are left out,
 # yet long enough for the kernel to run at its full rate.
 _CHUNK = 128
+# Kinds of devices that the fused kernel, with its logarithmic sums, is for.
+_FUSED_DEVICES = ("cpu",)
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    if spec.return_attention_scores:
-        return "it does not keep the attention scores"
-    if spec.dropout > 0:
-        return "it has no dropout on the attention scores"
-    if spec.mask_shape is not None and spec.mask_shape[1] != 1:
-        return "its mask has no head axis"
-    if spec.is_traced:
+    reason = needs_reference(spec)
+    if reason is None and spec.is_traced:
         return "it reads how many tokens took each head, which a traced graph does not know"
-    return None
+    return reason
 
 
 @dataclass(frozen=True)
@@ -340,10 +337,12 @@ def _chunks(
         and isinstance(options.causal_offset, int)
         and options.causal_offset == 0
     )
-    # Positions as lists too: asking tensors for single numbers would take longer than attending.
-    query_position = plan.places // plan.num_heads % plan.length + options.causal_offset
-    query_list = [] if whole else query_position.tolist()
-    key_position = torch.arange(length, device=key.device)
+    if not whole:
+        token = plan.places // plan.num_heads % plan.length
+        query_position = token + options.causal_offset
+        key_position = torch.arange(length, device=key.device)
+        # As a list too: asking a tensor for single numbers would take longer than attending.
+        query_list = query_position.tolist()
     key_lists = [
         range(length) if isinstance(chosen, slice) else chosen.tolist() for chosen in visible
     ]
@@ -366,8 +365,7 @@ def _chunks(
                     continue
                 bias = query.new_zeros((rows.stop - begin, some.stop - some.start))
                 if mask is not None:
-                    rows_of_mask = plan.places[rows] // plan.num_heads % plan.length
-                    bias.masked_fill_(~mask[entry, rows_of_mask][:, some], -math.inf)
+                    bias.masked_fill_(~mask[entry, token[rows]][:, some], -math.inf)
                 for side in (slice(some.start, every.start), slice(every.stop, some.stop)):
                     distance = query_position[rows, None] - key_position[visible[entry]][side]
                     part = bias[:, side.start - some.start : side.stop - some.start]
@@ -417,7 +415,7 @@ def _forward(
 
     Rows without a key give 0, and have a sum of which the backward pass makes no gradient.
     """
-    if query.device.type == "cpu":
+    if query.device.type in _FUSED_DEVICES:
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x[None, None] for x in (query, key, value)),
             is_causal=is_causal,
@@ -442,7 +440,7 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by query, key and value of `_forward`."""
-    if query.device.type == "cpu":
+    if query.device.type in _FUSED_DEVICES:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x[None, None] for x in (by_output, query, key, value, output, log_sums)),
             dropout_p=0.0,
