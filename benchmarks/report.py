@@ -206,6 +206,20 @@ def grid(results: Sequence[Results]) -> str:
     return "\n\n".join(lines)
 
 
+def _by_case(
+    header: Sequence[str],
+    results: Sequence[Results],
+    cells: Callable[[Record], Sequence[str]],
+) -> str:
+    """A row for each case of each backend."""
+    rows = [
+        (f"{result['backend']}, {case_of(record)}", *cells(record))
+        for result in results
+        for record in result["records"]
+    ]
+    return table(header, rows)
+
+
 def compact(results: Sequence[Results]) -> str:
     rows = []
     for result in results:
@@ -226,20 +240,14 @@ def compact(results: Sequence[Results]) -> str:
 
 
 def roofline(results: Sequence[Results]) -> str:
-    rows = []
-    for result in results:
-        for record in result["records"]:
-            limit, reached = speedup(record, "roofline", KERAS), speedup(record, CHOSEN, KERAS)
-            share = reached / limit
-            rows.append(
-                (
-                    f"{result['backend']}, {case_of(record)}",
-                    f"{limit:.2f}",
-                    f"{reached:.2f}",
-                    f"{share:.0%} {mark(share >= SHARE_OF_LIMIT)}",
-                )
-            )
-    return table(("speed-up over Keras's attention", "limit", "reached", "share"), rows)
+    def cells(record: Record) -> tuple[str, str, str]:
+        limit, reached = speedup(record, "roofline", KERAS), speedup(record, CHOSEN, KERAS)
+        share = reached / limit
+        return f"{limit:.2f}", f"{reached:.2f}", f"{share:.0%} {mark(share >= SHARE_OF_LIMIT)}"
+
+    return _by_case(
+        ("speed-up over Keras's attention", "limit", "reached", "share"), results, cells
+    )
 
 
 def _least(record: Record, name: str, quantity: str) -> float:
@@ -247,34 +255,23 @@ def _least(record: Record, name: str, quantity: str) -> float:
 
 
 def memory(results: Sequence[Results]) -> str:
-    rows = []
-    for result in results:
-        for record in result["records"]:
-            ours, keras = (_least(record, name, "growth") for name in (CHOSEN, KERAS))
-            rows.append(
-                (
-                    f"{result['backend']}, {case_of(record)}",
-                    f"{keras / 2**20:.0f}",
-                    f"{ours / 2**20:.0f}",
-                    f"{ours / keras:.2f} {mark(ours <= SHARE_OF_MEMORY * keras)}",
-                )
-            )
-    return table(("peak memory, MiB", LABELS[KERAS], LABELS[CHOSEN], "share"), rows)
+    def cells(record: Record) -> tuple[str, str, str]:
+        ours, keras = (_least(record, name, "growth") for name in (CHOSEN, KERAS))
+        reached = mark(ours <= SHARE_OF_MEMORY * keras)
+        return f"{keras / 2**20:.0f}", f"{ours / 2**20:.0f}", f"{ours / keras:.2f} {reached}"
+
+    return _by_case(("peak memory, MiB", LABELS[KERAS], LABELS[CHOSEN], "share"), results, cells)
 
 
 def long(results: Sequence[Results]) -> str:
-    rows = []
-    for result in results:
-        for record in result["records"]:
-            peak = _least(record, CHOSEN, "peak")
-            rows.append(
-                (
-                    f"{result['backend']}, {case_of(record)}",
-                    f"{peak / 2**30:.2f} {mark(peak <= LONG_BYTES)}",
-                    f"{_least(record, CHOSEN, 'seconds'):.2f}",
-                )
-            )
-    return table(("long input", "GiB of the process", "seconds"), rows)
+    def cells(record: Record) -> tuple[str, str]:
+        peak = _least(record, CHOSEN, "peak")
+        return (
+            f"{peak / 2**30:.2f} {mark(peak <= LONG_BYTES)}",
+            f"{_least(record, CHOSEN, 'seconds'):.2f}",
+        )
+
+    return _by_case(("long input", "GiB of the process", "seconds"), results, cells)
 
 
 def curves(results: Sequence[Results]) -> str:
