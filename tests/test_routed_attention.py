@@ -367,10 +367,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_shapes(path: Path, shape: dict[str, int], request: pytest.FixtureRequest) -> None:
-    if BACKEND == "tensorflow" and path[:2] == ("reference", "eager") and shape == {"queries": 0}:
-        reason = "TensorFlow's product of batches fails without rows, if it is called eagerly"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_shapes(path: Path, shape: dict[str, int]) -> None:
     check(path, shape, {"is_causal": True}, "float32")
 
 
