@@ -49,6 +49,7 @@ from keras_moh.implementations import (
     check_implementation,
     choose_implementation,
     load_implementations,
+    rows_of_projections,
 )
 from keras_moh.implementations.spec import Options
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
@@ -58,7 +59,7 @@ from keras_moh.projections import (
     RowProjections,
     head_projection,
     output_projection,
-    skips_projections,
+    projects_rows,
 )
 from keras_moh.routed_attention import attention_spec
 from keras_moh.routing import (
@@ -580,8 +581,9 @@ class MoHAttention(keras.layers.Layer):
         )
         implementation = choose_implementation(spec, self.implementation)
         arguments = (key_heads, value_heads, routing.heads, routing.gates)
-        if skips_projections(implementation, spec, self._query_dense, self._output_dense):
-            rows = RowProjections(implementation, routing.heads, self.num_heads)
+        by_rows = rows_of_projections(implementation, spec)
+        if by_rows is not None and projects_rows(self._query_dense, self._output_dense):
+            rows = RowProjections(by_rows, routing.heads, self.num_heads)
             query_rows = rows.project(tokens, self._query_dense)
             if self.qk_norm:
                 query_rows = self.query_norm(query_rows)

@@ -51,4 +51,4 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
 
 def skips_projections(spec: AttentionSpec) -> bool:
     """Whether projecting only the heads taken is expected to be faster than projecting all."""
-    return spec.num_active_heads / spec.num_heads <= _SKIPPED_SHARE
+    return spec.device == "cpu" and spec.num_active_heads / spec.num_heads <= _SKIPPED_SHARE
