@@ -26,6 +26,9 @@ Nothing was measured on other devices. There the framework's fused attention ser
 
 from __future__ import annotations
 
+import math
+
+from keras_moh.implementations import compact
 from keras_moh.implementations.spec import AttentionSpec
 
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
@@ -33,6 +36,12 @@ _WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 # From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
 # heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).
 _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
+# Up to this many scores of a head `compact` is faster than the implementation on rows, where it can
+# serve and no key is hidden. With 4 + 4 of 16 heads in 4 groups and `D = 1024`, the rows took, of
+# the time of `compact`: on PyTorch 0.95 to 1.26 at 256 and 1024 (with one key/value head 1.00 to
+# 1.28), on JAX 1.03 to 1.10 at 256 and 0.51 to 0.90 at 1024, on TensorFlow 0.96 to 1.31 at 256 and
+# 0.77 to 1.03 at 1024.
+_COMPACT_WINS = {"torch_sdpa": math.inf, "jax_xla": 256**2, "tensorflow_xla": 256**2}
 # Share of active heads up to which products for each head are faster than one for all: of the
 # gathers and the narrower products, PyTorch's projections are 15 % slower for each head computed.
 _SKIPPED_SHARE = 0.8
@@ -47,6 +56,9 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     if spec.query_length is None or spec.key_length is None:
         return True  # Lengths that vary may be long ones, where much is to be lost.
     scores = spec.query_length * spec.key_length
+    hides_no_key = spec.mask_shape is None and spec.sliding_window is None
+    if hides_no_key and scores <= _COMPACT_WINS[name] and not compact.unsupported_reason(spec):
+        return False
     if name in _TILES_WIN and scores >= _TILES_WIN[name]:
         return True
     skipped = 1 - spec.num_active_heads / spec.num_heads
