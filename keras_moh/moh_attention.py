@@ -571,6 +571,7 @@ class MoHAttention(keras.layers.Layer):
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
+            routing_groups=self.routing_groups,
         )
         tokens = self._fold(query)
         spec = attention_spec(

@@ -14,7 +14,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moh.heads import taken_heads
+from keras_moh.heads import fills_groups, taken_heads
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.masks import merge, position_mask
 
@@ -28,7 +28,8 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
         return "JAX's fused attention has no gradient in float16 on a CPU"
     if spec.dtype == "float64":
         return "Keras's fused attention computes in float32"
-    if spec.num_active_heads < spec.num_heads and spec.routing_groups % spec.num_key_value_heads:
+    heads = (spec.num_heads, spec.num_active_heads, spec.num_key_value_heads)
+    if not fills_groups(*heads, spec.routing_groups):
         return (
             "a token may take more heads of one key/value head than of another: the "
             f"{spec.num_key_value_heads} key/value heads do not divide the routing groups "

@@ -39,8 +39,8 @@ _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
 # Up to this many scores of a head `compact` is faster than the implementation on rows, where it can
 # serve and no key is hidden. With 4 + 4 of 16 heads in 4 groups and `D = 1024`, the rows took, of
 # the time of `compact`: on PyTorch 0.95 to 1.26 at 256 and 1024 (with one key/value head 1.00 to
-# 1.28), on JAX 1.03 to 1.10 at 256 and 0.51 to 0.90 at 1024, on TensorFlow 0.96 to 1.31 at 256 and
-# 0.77 to 1.03 at 1024.
+# 1.28), on JAX 0.98 to 1.08 at 256 and 0.78 to 1.01 at 512, on TensorFlow 0.81 to 1.25 at 256 and
+# 0.70 to 0.88 at 1024.
 _COMPACT_WINS = {"torch_sdpa": math.inf, "jax_xla": 256**2, "tensorflow_xla": 256**2}
 # Share of active heads up to which products for each head are faster than one for all: of the
 # gathers and the narrower products, PyTorch's projections are 15 % slower for each head computed.
