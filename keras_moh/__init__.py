@@ -3,8 +3,10 @@
 from keras_moh.errors import UnsupportedError
 from keras_moh.flops import AttentionFLOPs, PartFLOPs, attention_flops
 from keras_moh.moh_attention import MoHAttention
+from keras_moh.rotary_embedding import RotaryEmbedding
 from keras_moh.routed_attention import routed_attention
 from keras_moh.routing import (
+    QueryNormRouter,
     Router,
     Routing,
     TwoStageRouter,
@@ -18,6 +20,8 @@ __all__ = [
     "AttentionFLOPs",
     "MoHAttention",
     "PartFLOPs",
+    "QueryNormRouter",
+    "RotaryEmbedding",
     "Router",
     "Routing",
     "TwoStageRouter",

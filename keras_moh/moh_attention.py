@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_moh.cache import check_cache, padding_masks, without_unseen, write
 from keras_moh.errors import (
     boolean,
     constraint,
@@ -61,8 +62,10 @@ from keras_moh.projections import (
     output_projection,
     projects_rows,
 )
+from keras_moh.rotary_embedding import check_rotary_embedding, rotate, rotate_rows
 from keras_moh.routed_attention import attention_spec
 from keras_moh.routing import (
+    QueryNormRouter,
     Router,
     Routing,
     TwoStageRouter,
@@ -108,8 +111,10 @@ class MoHAttention(keras.layers.Layer):
         output_shape: Features of the output, an integer or a tuple. Defaults to the query's `D`.
         dropout: Rate in `[0, 1)` of dropout on the attention scores in training. Defaults to 0.
         use_bias: Whether the four projections have biases. Defaults to `True`.
-        router: `"two_stage"` (the paper's, see `TwoStageRouter`), a `Router`, or `None` for plain
-            attention: every head with gate 1, and no router weights. Defaults to `"two_stage"`.
+        router: `"two_stage"` (the paper's, see `TwoStageRouter`), `"query_norm"` (the one without
+            weights, for pretrained attention, see `QueryNormRouter`), a `Router`, or `None` for
+            plain attention: every head with gate 1, and no router weights. Defaults to
+            `"two_stage"`.
         routing_groups: Number `r` of groups of `H / r` neighbouring heads, of which a token takes
             equally many: the first `H_s / r`, which are shared, and `top_k / r` of the others
             (see `TwoStageRouter`; arXiv 2606.20945 has one group for each key/value head). It must
@@ -121,7 +126,10 @@ class MoHAttention(keras.layers.Layer):
         z_loss_weight: Weight of the router z-loss (see `router_z_loss`), likewise. Defaults to 0.
         qk_norm: Normalization of each head's query and key, with epsilon 1e-5: `True` for layer
             normalization, `"rms"` for RMS normalization. Defaults to `False`.
-        rotary_embedding: Not implemented yet: only `None`.
+        rotary_embedding: A layer that turns queries and keys by their positions, after `qk_norm`:
+            `keras_moh.RotaryEmbedding`, `keras_hub.layers.RotaryEmbedding`, or another whose call
+            takes `(inputs (B, T, H, d), start_index=0, positions=None)`. Needs a single attention
+            axis. Defaults to `None`.
         attention_axes: Axes of the inputs over which to attend, an integer or a tuple. Defaults to
             `None`: all between batch and features.
         sliding_window: If given, a query attends only to keys less than this many positions away,
@@ -146,7 +154,8 @@ class MoHAttention(keras.layers.Layer):
         query_mask: Boolean `(B, T)`, `False` at padded queries: their head outputs are 0, and no
             loss counts them. In self-attention it masks the keys too. Defaults to the Keras mask
             attached to `query`, and is attached to the output.
-        value_mask: Boolean `(B, S)`, `False` at padded keys. Defaults likewise.
+        value_mask: Boolean `(B, S)`, `False` at padded keys. Defaults likewise. With a cache it
+            has one entry for each token of the call, or for each slot of the cache.
         key_mask: Boolean `(B, S)`, combined with `value_mask`. Defaults likewise.
         attention_mask: `True` (or 1) where a query may attend to a key: `(T, S)`, `(B, T, S)` or
             `(B, H, T, S)`, each length being 1 or full.
@@ -156,21 +165,27 @@ class MoHAttention(keras.layers.Layer):
             surrounding model.
         use_causal_mask: Whether query `t` attends only to keys up to `t`. Needs a single attention
             axis. Defaults to `False`.
-        cache: Not implemented yet: only `None`.
-        cache_update_index: Not implemented yet: only `None`.
+        cache: `(B, 2, S, G, d)`, the keys (at index 0) and values of `S` positions, as in
+            keras-hub: the call attends to these, and all masks are of them. Needs inputs of rank
+            3, and `value_dim` to be `key_dim`. Slots that causality and masks hide from every query
+            may hold anything. Defaults to `None`.
+        cache_update_index: Position of the first token of the call, an integer or a scalar tensor:
+            keys and values of the call are written into the cache from there on, and causality,
+            window and rotary embedding count from there. Defaults to `None`, with which the cache
+            is read, and `value` and `key` are not.
 
     Returns:
-        `output`, or a tuple `(output[, attention_scores][, routing])`:
+        `output`, or a tuple `(output[, attention_scores][, cache][, routing])`:
 
         - `output`: `(B, T, D)`, or `(B, T, *output_shape)`. Where a query may attend to no key it
           is the bias of the output projection.
         - `attention_scores`: `(B, H, T, S)`, the softmax of every head before gates and dropout.
+        - `cache`: if one was given, with the keys and values of this call.
         - `routing`: a `Routing` of heads `(B, T, K)`, gates `(B, T, K)` and probabilities
           `(B, T, E)`.
 
     Raises:
         ValueError: for an argument, a shape or a mask that is not as above.
-        NotImplementedError: for an argument that is not implemented yet.
         UnsupportedError: if the implementation of that name cannot serve the call.
 
     Example:
@@ -186,6 +201,15 @@ class MoHAttention(keras.layers.Layer):
     ... ])
     >>> tuple(model(np.array([[5, 8, 2, 0, 0]])).shape)
     (1, 32)
+
+    With a cache, a prompt of five tokens and then a sixth:
+
+    >>> decoder = keras_moh.MoHAttention(8, 4, num_shared_heads=2, top_k=2)
+    >>> x, cache = np.ones((1, 6, 32), "float32"), np.zeros((1, 2, 9, 8, 4), "float32")
+    >>> _, cache = decoder(x[:, :5], use_causal_mask=True, cache=cache, cache_update_index=0)
+    >>> output, cache = decoder(x[:, 5:], use_causal_mask=True, cache=cache, cache_update_index=5)
+    >>> tuple(output.shape), tuple(cache.shape)
+    ((1, 1, 32), (1, 2, 9, 8, 4))
     """
 
     def __init__(
@@ -244,11 +268,9 @@ class MoHAttention(keras.layers.Layer):
         if not isinstance(qk_norm, (bool, str)) or qk_norm not in (True, False, "rms"):
             raise invalid_argument("qk_norm", "True, False or 'rms'", qk_norm)
         self.qk_norm = qk_norm
-        if rotary_embedding is not None:
-            raise NotImplementedError(
-                "Argument `rotary_embedding` is not implemented yet. Received: "
-                f"rotary_embedding={rotary_embedding!r}"
-            )
+        if isinstance(rotary_embedding, dict):
+            rotary_embedding = keras.saving.deserialize_keras_object(rotary_embedding)
+        self.rotary_embedding = check_rotary_embedding(rotary_embedding)
         self.attention_axes = check_attention_axes(attention_axes)
         self.sliding_window = optional_integer("sliding_window", sliding_window, 1)
         self.implementation = check_implementation(implementation)
@@ -286,28 +308,27 @@ class MoHAttention(keras.layers.Layer):
             if self.z_loss_weight:
                 raise invalid_argument("z_loss_weight", "0 with router=None", self.z_loss_weight)
             return None
-        if self._router_name == "query_norm":
-            raise NotImplementedError(
-                "Argument `router` is not implemented yet for this value. "
-                f"Received: router={router!r}"
-            )
-        if self._router_name == "two_stage":
+        if self._router_name in ("two_stage", "query_norm"):
             if num_shared_heads is None or top_k is None:
                 missing = "num_shared_heads" if num_shared_heads is None else "top_k"
                 raise ValueError(
                     f"Argument `{missing}` is required unless `router` is None or a `Router`. "
                     f"Received: {missing}=None with router={router!r}"
                 )
+            numbers = (self.num_heads, num_shared_heads, top_k)
+            common = {
+                "routing_groups": routing_groups,
+                "dtype": self.dtype_policy,
+                "name": "router",
+            }
+            if self._router_name == "query_norm":
+                return QueryNormRouter(*numbers, **common)
             return TwoStageRouter(
-                self.num_heads,
-                num_shared_heads,
-                top_k,
+                *numbers,
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 kernel_regularizer=self.kernel_regularizer,
                 kernel_constraint=self.kernel_constraint,
-                routing_groups=routing_groups,
-                dtype=self.dtype_policy,
-                name="router",
+                **common,
             )
         if not isinstance(router, Router):
             raise invalid_argument(
@@ -323,9 +344,11 @@ class MoHAttention(keras.layers.Layer):
         if routing_groups not in (1, router.routing_groups):
             own = f"the router's own, {router.routing_groups}"
             raise invalid_argument("routing_groups", own, routing_groups)
-        if self.z_loss_weight and not isinstance(router, TwoStageRouter):
+        if self.z_loss_weight and not isinstance(router, (TwoStageRouter, QueryNormRouter)):
             raise invalid_argument(
-                "z_loss_weight", "0 with a router that is no TwoStageRouter", self.z_loss_weight
+                "z_loss_weight",
+                "0 with a router that is no TwoStageRouter or QueryNormRouter",
+                self.z_loss_weight,
             )
         return router
 
@@ -388,11 +411,13 @@ class MoHAttention(keras.layers.Layer):
         rank = len(query_shape)
         self._axes = resolve_attention_axes(self.attention_axes, rank)
         check_input_shapes(query_shape, value_shape, key_shape, batch_axes(self._axes, rank))
-        if self.sliding_window is not None and len(self._axes) > 1:
-            raise ValueError(
-                "Argument `sliding_window` needs a single attention axis. Received: "
-                f"sliding_window={self.sliding_window} with attention axes {self._axes}"
-            )
+        for name in ("sliding_window", "rotary_embedding"):
+            value = getattr(self, name)
+            if value is not None and len(self._axes) > 1:
+                raise ValueError(
+                    f"Argument `{name}` needs a single attention axis. Received: "
+                    f"{name}={value} with attention axes {self._axes}"
+                )
         self._rank = rank
         self._features = (query_shape[-1], value_shape[-1], key_shape[-1])
         # Rematerialization, if any, is of the whole computation: within it the parts are plain.
@@ -400,6 +425,8 @@ class MoHAttention(keras.layers.Layer):
             self._build_projections(query_shape, value_shape, key_shape)
         if self.router is not None and not self.router.built:
             self.router.build(query_shape)
+        if self.rotary_embedding is not None and not self.rotary_embedding.built:
+            self.rotary_embedding.build((None, None, self.num_heads, self.key_dim))
         load_implementations()
 
     def _build_projections(self, query_shape: Any, value_shape: Any, key_shape: Any) -> None:
@@ -469,19 +496,21 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """Attend; see the class for arguments and results."""
-        _refuse_cache(cache, cache_update_index)
         is_self_attention = value is None
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
-        self._check_call(inputs, attention_mask, use_causal_mask)
+        index = self._check_call(inputs, attention_mask, use_causal_mask, cache, cache_update_index)
         query, value, key, query_mask, value_mask, key_mask = inputs
         query_mask = as_boolean(query_mask)
-        key_mask = merge(
-            query_mask if is_self_attention else None, as_boolean(value_mask), as_boolean(key_mask)
-        )
-        mask = merge(
-            self._folded_attention_mask(attention_mask, query, key),
-            self._folded_padding(key_mask, (1, 2)),
-        )
+        own_mask = query_mask if is_self_attention else None
+        key_masks = (as_boolean(value_mask), as_boolean(key_mask))
+        if cache is None:
+            key_mask = merge(own_mask, *key_masks)
+            mask = self._folded_padding(key_mask, (1, 2))
+        else:
+            key_mask, slot_mask = padding_masks(key_masks, own_mask, cache, index, key)
+            mask = self._folded_padding(slot_mask, (1, 2))
+        attended = key if cache is None else cache[:, 0]
+        mask = merge(self._folded_attention_mask(attention_mask, query, attended), mask)
         # The seed is drawn here, once: a rematerialized computation may not change the generator,
         # and has to repeat the same dropout.
         training = bool(training)
@@ -497,6 +526,8 @@ class MoHAttention(keras.layers.Layer):
                 key_mask=key_mask,
                 mask=mask,
                 is_causal=bool(use_causal_mask),
+                cache=cache,
+                index=index,
                 dropout=self.dropout if drop else 0.0,
                 seed=seed,
                 with_router_scores=training and self.z_loss_weight > 0,
@@ -518,6 +549,8 @@ class MoHAttention(keras.layers.Layer):
         returned = ["output"]
         if return_attention_scores:
             returned.append("attention_scores")
+        if cache is not None:
+            returned.append("cache")
         if return_routing:
             returned.append("routing")
         return _one_or_tuple([results[name] for name in returned])
@@ -532,6 +565,8 @@ class MoHAttention(keras.layers.Layer):
         key_mask: Any,
         mask: Any,
         is_causal: bool,
+        cache: Any,
+        index: Any,
         dropout: float,
         seed: Any,
         with_router_scores: bool,
@@ -539,20 +574,31 @@ class MoHAttention(keras.layers.Layer):
     ) -> dict[str, Any]:
         """The computation of a call, without effects: its results by name, those asked for."""
         results = {}
+        start = 0 if index is None else index  # position of the first query
+        tokens, key = without_padding(query, query_mask), without_padding(key, key_mask)
+        value = without_padding(value, key_mask)
+        query_heads, routed_by = None, {}
+        if self.router is not None and self.router.needs_query:
+            query_heads = self._query_dense(tokens)
+            routed_by = {"query": query_heads}
         if self.router is None:
             routing = all_heads(query, self.num_heads, routing_dtype(self.compute_dtype))
         elif with_router_scores and self.top_k:
-            routing, results["router_scores"] = self.router(query, return_scores=True)
+            routing, results["router_scores"] = self.router(query, return_scores=True, **routed_by)
         else:
-            routing = self.router(query)
+            routing = self.router(query, **routed_by)
         results["routing"] = routing
 
-        query, key = without_padding(query, query_mask), without_padding(key, key_mask)
-        value = without_padding(value, key_mask)
-        key_heads = self._key_dense(key)
-        if self.qk_norm:
-            key_heads = self.key_norm(key_heads)
-        key_heads, value_heads = self._fold(key_heads), self._fold(self._value_dense(value))
+        if cache is None or index is not None:
+            key_heads, value_heads = (
+                self._key_heads(key, start),
+                self._fold(self._value_dense(value)),
+            )
+        if cache is not None:
+            if index is not None:
+                cache = write(cache, key_heads, value_heads, index)
+            key_heads, value_heads = cache[:, 0], cache[:, 1]
+            results["cache"] = cache
         routing = Routing(*map(self._fold, routing))
         if query_mask is not None:
             # A padded query has no output: by its gates, since in the mask, where its scores need
@@ -567,36 +613,54 @@ class MoHAttention(keras.layers.Layer):
             mask=mask,
             is_causal=is_causal,
             scale=1.0 / math.sqrt(self.key_dim),
-            causal_offset=0,
+            causal_offset=start,
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
             routing_groups=self.routing_groups,
         )
-        tokens = self._fold(query)
+        folded_tokens = self._fold(tokens)
         spec = attention_spec(
-            tokens,
+            folded_tokens,
             (self.num_heads, self.key_dim),
             *(key_heads, value_heads, routing, options),
             *(with_attention_scores, self.routing_groups),
         )
         implementation = choose_implementation(spec, self.implementation)
+        if cache is not None and not getattr(implementation, "READS_ONLY_SEEN_KEYS", False):
+            key_heads, value_heads = without_unseen(
+                *(key_heads, value_heads, mask, ops.shape(query)[1]),
+                *(is_causal, start, self.sliding_window),
+            )
         arguments = (key_heads, value_heads, routing.heads, routing.gates)
+        # Queries that the router has seen are there already, in all heads.
+        projections = [self._output_dense]
+        if query_heads is None:
+            projections.append(self._query_dense)
         by_rows = rows_of_projections(implementation, spec)
-        if by_rows is not None and projects_rows(self._query_dense, self._output_dense):
+        if by_rows is not None and projects_rows(*projections):
             rows = RowProjections(by_rows, routing.heads, self.num_heads)
-            query_rows = rows.project(tokens, self._query_dense)
+            query_rows = (
+                rows.project(folded_tokens, self._query_dense)
+                if query_heads is None
+                else rows.take(self._fold(query_heads))
+            )
             if self.qk_norm:
                 query_rows = self.query_norm(query_rows)
+            if self.rotary_embedding is not None:
+                positions = rows.positions + start
+                query_rows = rotate_rows(self.rotary_embedding, query_rows, positions)
             head_outputs = implementation.attend_rows(query_rows, *arguments, rows.plan, options)
             output = self._unfold(rows.combine(head_outputs, self._output_dense), query)
         else:
-            query_heads = self._query_dense(query)
+            if query_heads is None:
+                query_heads = self._query_dense(tokens)
             if self.qk_norm:
                 query_heads = self.query_norm(query_heads)
-            head_outputs, scores = implementation.attend(
-                self._fold(query_heads), *arguments, options
-            )
+            query_heads = self._fold(query_heads)
+            if self.rotary_embedding is not None:
+                query_heads = rotate(self.rotary_embedding, query_heads, start)
+            head_outputs, scores = implementation.attend(query_heads, *arguments, options)
             output = self._output_dense(self._unfold(head_outputs, query))
             if with_attention_scores:
                 results["attention_scores"] = unfold_scores(
@@ -604,6 +668,16 @@ class MoHAttention(keras.layers.Layer):
                 )
         results["output"] = output
         return results
+
+    def _key_heads(self, key: Any, start: Any) -> Any:
+        """The folded keys of tokens of which the first stands at position `start`."""
+        heads = self._key_dense(key)
+        if self.qk_norm:
+            heads = self.key_norm(heads)
+        heads = self._fold(heads)
+        if self.rotary_embedding is not None:
+            heads = rotate(self.rotary_embedding, heads, start)
+        return heads
 
     def _fold(self, x: Any) -> Any:
         return fold(x, self._axes, self._rank)
@@ -714,24 +788,46 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """The symbolic results of a symbolic call."""
-        _refuse_cache(cache, cache_update_index)
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
-        self._check_call(inputs, attention_mask, use_causal_mask)
+        self._check_call(inputs, attention_mask, use_causal_mask, cache, cache_update_index)
         dtype = self.compute_dtype
         results = [keras.KerasTensor(self.compute_output_shape(query.shape), dtype=dtype)]
         if return_attention_scores:
-            shape = scores_shape(query.shape, inputs.key.shape, self.num_heads, self._axes)
+            shape = self._scores_shape(query.shape, inputs.key.shape, cache)
             results.append(keras.KerasTensor(shape, dtype=dtype))
+        if cache is not None:
+            results.append(keras.KerasTensor(cache.shape, dtype=dtype))
         if return_routing:
-            results.append(
-                routing_spec(query, self.num_heads, 0, routing_dtype(dtype))
-                if self.router is None
-                else self.router.compute_output_spec(query)
-            )
+            results.append(self._routing_spec(query))
         return _one_or_tuple(results)
 
-    def _check_call(self, inputs: _Inputs, attention_mask: Any, use_causal_mask: bool) -> None:
-        """Check the arguments of a call by their static shapes, which symbolic ones have too."""
+    def _routing_spec(self, query: Any) -> Routing:
+        if self.router is None:
+            return routing_spec(query, self.num_heads, 0, routing_dtype(self.compute_dtype))
+        if not self.router.needs_query:
+            return self.router.compute_output_spec(query)
+        shape = (*query.shape[:-1], self.num_heads, self.key_dim)
+        query_heads = keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return self.router.compute_output_spec(query, query=query_heads)
+
+    def _scores_shape(self, query_shape: Any, key_shape: Any, cache: Any) -> tuple[Any, ...]:
+        if cache is not None:
+            key_shape = (cache.shape[0], cache.shape[2])
+        return scores_shape(query_shape, key_shape, self.num_heads, self._axes)
+
+    def _check_call(
+        self,
+        inputs: _Inputs,
+        attention_mask: Any,
+        use_causal_mask: bool,
+        cache: Any,
+        cache_update_index: Any,
+    ) -> Any:
+        """Check the arguments of a call by their static shapes, which symbolic ones have too.
+
+        Returns:
+            The index, a number as an `int`.
+        """
         for name, x in (*inputs._asdict().items(), ("attention_mask", attention_mask)):
             if x is not None and not hasattr(x, "shape"):
                 raise invalid_argument(name, "a tensor", x)
@@ -755,16 +851,31 @@ class MoHAttention(keras.layers.Layer):
                 "Argument `use_causal_mask` needs a single attention axis. Received: "
                 f"use_causal_mask={use_causal_mask} with attention axes {self._axes}"
             )
+        if cache is not None and self._rank != 3:
+            raise ValueError(
+                "Argument `cache` needs inputs of rank 3. Received: a cache with inputs of rank "
+                f"{self._rank}"
+            )
+        index = check_cache(
+            *(cache, cache_update_index, shapes[0][0], shapes[2][1]),
+            *(self.num_key_value_heads, self.key_dim, self.value_dim),
+        )
         for name, shape in zip(("query", "value", "key"), shapes, strict=True):
+            valid = [shape[:-1]]
+            if cache is not None and name != "query":
+                of_slots = (cache.shape[0], cache.shape[2])
+                valid = [of_slots] if index is None else [*valid, of_slots]
             mask = getattr(inputs, f"{name}_mask")
-            if mask is not None and not same_shape(shape[:-1], mask.shape):
+            if mask is not None and not any(same_shape(each, mask.shape) for each in valid):
                 raise ValueError(
                     f"Argument `{name}_mask` must have one entry per token, of shape "
-                    f"{shape[:-1]}. Received: {name}_mask.shape={tuple(mask.shape)}"
+                    f"{' or '.join(map(str, valid))}. Received: "
+                    f"{name}_mask.shape={tuple(mask.shape)}"
                 )
         if attention_mask is not None:
-            scores = scores_shape(shapes[0], shapes[2], self.num_heads, self._axes)
+            scores = self._scores_shape(shapes[0], shapes[2], cache)
             full_mask_shape(attention_mask.shape, scores, self._axes)
+        return index
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -784,7 +895,7 @@ class MoHAttention(keras.layers.Layer):
             "balance_loss_weight": self.balance_loss_weight,
             "z_loss_weight": self.z_loss_weight,
             "qk_norm": self.qk_norm,
-            "rotary_embedding": None,
+            "rotary_embedding": keras.saving.serialize_keras_object(self.rotary_embedding),
             "attention_axes": self.attention_axes,
             "sliding_window": self.sliding_window,
             "implementation": self.implementation,
@@ -844,15 +955,6 @@ def _with_defaults(
     elif key_mask is None:
         key_mask = attached_mask(key)
     return _Inputs(query, value, key, query_mask, value_mask, key_mask)
-
-
-def _refuse_cache(cache: Any, cache_update_index: Any) -> None:
-    for name, value in (("cache", cache), ("cache_update_index", cache_update_index)):
-        if value is not None:
-            raise NotImplementedError(
-                f"Argument `{name}` is not implemented yet. Received: {name} of type "
-                f"{type(value).__name__}"
-            )
 
 
 def _one_or_tuple(results: list[Any]) -> Any:

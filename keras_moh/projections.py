@@ -68,10 +68,19 @@ class RowProjections:
         self._rows = rows
         self.plan = rows.plan(heads, num_heads)
 
+    @property
+    def positions(self) -> Any:
+        """Of each row the position `t` of its token."""
+        return self._rows.positions(self.plan)
+
     def project(self, tokens: Any, projection: keras.layers.EinsumDense) -> Any:
         """The rows of `tokens (B, T, D)` in the heads that they took."""
         kernel, bias = _weights(projection)
         return self._rows.project(tokens, kernel, bias, self.plan)
+
+    def take(self, heads: Any) -> Any:
+        """The rows of what is there in all heads, `(B, T, H, d)`."""
+        return self._rows.take(heads, self.plan)
 
     def combine(self, rows: Any, projection: keras.layers.EinsumDense) -> Any:
         """The outputs `(B, T, *output_shape)` of rows."""

@@ -96,7 +96,7 @@ class Case:
     def layer(self, implementation: str | None, policy: str) -> keras_moh.MoHAttention:
         more: dict[str, Any] = {"balance_loss_weight": 0.5, "z_loss_weight": 0.25}
         router = self.arguments.get("router", "two_stage")
-        if router != "two_stage":
+        if router not in ("two_stage", "query_norm"):
             more["z_loss_weight"] = 0.0
             more["router"] = router and router(dtype=policy)
         arguments = {**self.arguments, **more, "dtype": policy, "implementation": implementation}
@@ -140,6 +140,11 @@ def some_mask(*shape: int) -> np.ndarray:
     rows = mask.reshape(-1, shape[-1])
     rows[0], rows[-1] = True, False
     return mask
+
+
+def rotary_embedding() -> dict[str, Any]:
+    """In the form of a config, since a layer is of one model."""
+    return keras.saving.serialize_keras_object(keras_moh.RotaryEmbedding(50.0))
 
 
 CROSS = ((B, T, D), (B, S, 13), (B, S, 17))
@@ -211,6 +216,27 @@ CASES = {
     ),
     "one query": Case({}, ((B, 1, D), (B, S, D))),
     "one token": Case({"num_key_value_heads": 1}, ((1, 1, D),)),
+    "query norm": Case({"router": "query_norm"}),
+    "query norm, groups, layer norm, padding": Case(
+        {**GROUPS, "router": "query_norm", "qk_norm": True},
+        call={"query_mask": padding(3, 5, length=T)},
+    ),
+    "query norm, rank 4": Case(
+        {"router": "query_norm", "attention_axes": 2}, RANK_4, {"use_causal_mask": True}
+    ),
+    "query norm, rematerialized": Case({"router": "query_norm"}, scope="full"),
+    "rotary": Case({"key_dim": 4, "rotary_embedding": rotary_embedding()}, CROSS),
+    "rotary, layer norm, groups, padding, causal": Case(
+        {**GROUPS, "key_dim": 4, "rotary_embedding": rotary_embedding(), "qk_norm": True},
+        call={"query_mask": padding(3, 5, length=T), "use_causal_mask": True},
+    ),
+    "rotary, query norm, rank 4, first axis": Case(
+        {
+            **{"router": "query_norm", "key_dim": 4, "rotary_embedding": rotary_embedding()},
+            **{"attention_axes": 1, "qk_norm": "rms", "sliding_window": 2},
+        },
+        RANK_4,
+    ),
     "no router": Case(NO_ROUTER),
     "no router, causal": Case(
         {**NO_ROUTER, "num_key_value_heads": 2}, call={"use_causal_mask": True}
@@ -270,7 +296,12 @@ def check(name: str, variant: Variant, policy: str) -> None:
         assert_close(actual, desired, f"gradient by {weight}", size)
 
 
-IN_LOW_PRECISION = ("layer norm, groups, padding", "every mask")
+IN_LOW_PRECISION = (
+    "rotary, layer norm, groups, padding, causal",
+    "layer norm, groups, padding",
+    "every mask",
+    "query norm, groups, layer norm, padding",
+)
 
 
 # JAX compiles each case for seconds: there, what runs in float64 is seen in float64.

@@ -71,6 +71,11 @@ def plan(heads: torch.Tensor, num_heads: int) -> Plan:
     return Plan(num_heads, batch, length, tokens * num_heads + of_head, counts, runs)
 
 
+def positions(plan: Plan) -> torch.Tensor:
+    """The position `t` of each row's token, `(R,)`."""
+    return plan.places // plan.num_heads % plan.length
+
+
 def take(dense: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The rows `(R, d)` of `(B, T, H, d)`."""
     return dense.reshape(-1, dense.shape[-1]).index_select(0, plan.places)
