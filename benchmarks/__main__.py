@@ -6,6 +6,7 @@ Suites that measure print every case, and a summary, and write RESULTS/SUITE-BAC
   grid      whether the layer is ever slower than it would be without skipping heads
   compact   group-limited routing on grouped queries, against its FLOP limit
   curves    the points of the figures
+  decode    one token over a key/value cache
   roofline  the machine's limit: the same matrix products and bare attention, nothing else
   memory    peak memory of a training step
   long      forward on a long sequence, and its peak memory
