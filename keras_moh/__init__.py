@@ -1,5 +1,12 @@
 """Mixture-of-Head attention (arXiv 2410.11842) for Keras 3, on TensorFlow, JAX and PyTorch."""
 
+from keras_moh.conversion import (
+    ConversionReport,
+    MoHCachedMultiHeadAttention,
+    MoHGroupQueryAttention,
+    MoHMultiHeadAttention,
+    convert_to_moh,
+)
 from keras_moh.errors import UnsupportedError
 from keras_moh.flops import AttentionFLOPs, PartFLOPs, attention_flops
 from keras_moh.moh_attention import MoHAttention
@@ -16,7 +23,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionFLOPs",
+    "ConversionReport",
     "MoHAttention",
+    "MoHCachedMultiHeadAttention",
+    "MoHGroupQueryAttention",
+    "MoHMultiHeadAttention",
     "PartFLOPs",
     "Router",
     "Routing",
@@ -24,6 +35,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention_flops",
+    "convert_to_moh",
     "load_balancing_loss",
     "routed_attention",
     "router_z_loss",

@@ -1,0 +1,174 @@
+"""Layers and models that remember, when saved, that attention in them was converted.
+
+A layer's config says how to make the layer. Where a layer makes its attention itself, in its
+`build` or from a number of layers, its config knows nothing of a conversion: saved and loaded, or
+cloned, it would silently have its old attention again. So such a layer is given a subclass of its
+class (`Remembering`), whose config is the old one and the adapters, and which converts again on
+`from_config`, before weights are loaded.
+
+A layer whose config holds those of the layers in it (functional models, `Sequential`, wrappers,
+tasks of keras-hub with their backbone) needs none of this, and keeps its class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_moh.conversion.adapter import Adapter, build_like, class_name, replace
+from keras_moh.keras_internals import children, refresh_variables
+
+Path = tuple[int, ...]
+"""The numbers of the sublayers on the way from a layer down to one in it."""
+
+
+@keras.saving.register_keras_serializable(package="keras_moh")
+class Remembering(keras.Layer):
+    """What the class of a layer is mixed with, so that its config carries the adapters in it.
+
+    Example:
+    >>> import keras, keras_moh
+    >>> @keras.saving.register_keras_serializable("my_package")
+    ... class Block(keras.layers.Layer):
+    ...     def build(self, shape):
+    ...         self.attention = keras.layers.MultiHeadAttention(num_heads=4, key_dim=2)
+    ...         self.attention.build(shape, shape)
+    ...     def call(self, x):
+    ...         return x + self.attention(x, x)
+    >>> model = keras.Sequential([keras.Input((3, 8)), Block(name="block")])
+    >>> new_model, report = keras_moh.convert_to_moh(model, num_shared_heads=1, top_k=1)
+    >>> type(new_model.layers[0]).__name__, isinstance(new_model.layers[0], Block)
+    ('MoHBlock', True)
+    >>> again = keras.models.clone_model(new_model)
+    >>> type(again.layers[0].attention).__name__
+    'MoHMultiHeadAttention'
+    """
+
+    def get_config(self) -> dict[str, Any]:
+        """The config of the layer as it was, and the adapters in it."""
+        source = source_class(self)
+        return {
+            "source": {
+                "module": source.__module__,
+                "class_name": source.__name__,
+                "registered_name": keras.saving.get_registered_name(source),
+                "config": super().get_config(),
+                "build_config": self.get_build_config(),
+            },
+            "adapters": [
+                {"path": list(path), "adapter": keras.saving.serialize_keras_object(layer)}
+                for path, layer in walk(self)
+                if isinstance(layer, Adapter)
+            ],
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The layer as it was, converted again.
+
+        Raises:
+            ValueError: if the layer made from the old config is not the one that was converted.
+        """
+        layer = keras.saving.deserialize_keras_object(config["source"])
+        at = dict(walk(layer))
+        for entry in config["adapters"]:
+            found = at.get(tuple(entry["path"]))
+            if not isinstance(found, Adapter):  # else it came with its parent's config
+                restore(layer, found, entry["adapter"])
+        remember(layer)
+        return layer
+
+
+def restore(layer: keras.Layer, found: keras.Layer | None, config: dict[str, Any]) -> None:
+    """Put the adapter of a serialized `config` in the place of `found`, which is in `layer`."""
+    unbuilt = {key: value for key, value in config.items() if key != "build_config"}
+    adapter = keras.saving.deserialize_keras_object(unbuilt)
+    if found is None or class_name(found) != adapter.source:
+        raise ValueError(
+            f"The config of the converted layer '{layer.name}' does not fit: a layer of the class "
+            f"{adapter.source} was converted where there is now "
+            f"{'none' if found is None else class_name(found)}. Was it saved with another version "
+            f"of {adapter.source.split('.')[0]}?"
+        )
+    if found.built:  # else its own parent calls it first, and so builds it
+        build_like(adapter, found, config["build_config"])
+    replace(found, adapter)
+
+
+def walk(layer: keras.Layer) -> Iterator[tuple[Path, keras.Layer]]:
+    """All layers below `layer`, parents first, each once, with their paths; none in an adapter."""
+    seen: set[int] = set()
+
+    def below(parent: keras.Layer, path: Path) -> Iterator[tuple[Path, keras.Layer]]:
+        for number, child in enumerate(children(parent)):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            yield (*path, number), child
+            if not isinstance(child, Adapter):
+                yield from below(child, (*path, number))
+
+    return below(layer, ())
+
+
+def remember(layer: keras.Layer) -> set[int]:
+    """Let `layer`, and each layer in it that needs to, remember the adapters below it.
+
+    Returns:
+        The outermost layers, by `id`, whose configs say that they were converted: `layer` or what
+        is in it; none where nothing was.
+    """
+    if isinstance(layer, Adapter | Remembering):
+        return {id(layer)}
+    converted = set().union(*(remember(child) for child in children(layer)))
+    if not converted:
+        return set()
+    refresh_variables(layer)
+    if _count_converted(_config(layer)) >= len(converted):
+        return converted
+    object.__setattr__(layer, "__class__", remembering_class(type(layer)))
+    return {id(layer)}
+
+
+def source_class(layer: keras.Layer) -> type:
+    """The class that a layer, or that of a remembering one, is an instance of."""
+    return type(layer).__mro__[2] if isinstance(layer, Remembering) else type(layer)
+
+
+@functools.cache
+def remembering_class(source: type) -> type:
+    """The subclass of `source` that remembers.
+
+    It is saved under the name of `Remembering`, by which a new process finds what loads it.
+    """
+    namespace = {"__module__": __name__, "__doc__": f"A converted `{source.__name__}`."}
+    cls = type(f"MoH{source.__name__}", (Remembering, source), namespace)
+    register = keras.saving.register_keras_serializable(package="keras_moh", name="Remembering")
+    register(cls)  # its name ...
+    register(Remembering)  # ... and the class that the name stands for, as before
+    return cls
+
+
+def _config(layer: keras.Layer) -> Any:
+    """The config of `layer`, or `None` if it has none of its own, as some of keras-hub's."""
+    try:
+        return layer.get_config()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _count_converted(config: Any) -> int:
+    """How many outermost configs of converted layers there are in `config`."""
+    if isinstance(config, dict):
+        name = config.get("registered_name")
+        if name is not None:
+            found = keras.saving.get_registered_object(name)
+            if isinstance(found, type) and issubclass(found, Adapter | Remembering):
+                return 1
+        return sum(map(_count_converted, config.values()))
+    if isinstance(config, list | tuple):
+        return sum(map(_count_converted, config))
+    return 0
