@@ -38,7 +38,7 @@ class Adapter(MoHAttention):
 
     @classmethod
     def unsupported_reason(cls, layer: keras.Layer) -> str | None:
-        """Why the adapter cannot stand for `layer`, a built layer of the source class, or `None`."""
+        """Why the adapter cannot stand for a built `layer` of the source class, or `None`."""
         for projection in projections(layer):
             if projection.quantization_mode is not None:
                 return f"its projection '{projection.name}' is quantized: convert before quantizing"
@@ -116,6 +116,7 @@ def replace(layer: keras.Layer, adapter: Adapter) -> None:
     The two objects share one state rather than the one having a copy: a Keras layer holds functions
     that are bound to the object it was made as, its wrapped `build` and `quantize`.
     """
-    vars(adapter).update(nodes(layer))
+    state = adapter.__dict__
+    state.update(nodes(layer))
     object.__setattr__(layer, "__class__", type(adapter))
-    object.__setattr__(layer, "__dict__", vars(adapter))
+    object.__setattr__(layer, "__dict__", state)

@@ -30,7 +30,7 @@ class MoHCachedMultiHeadAttention(MoHMultiHeadAttention):
 
     source = "keras_hub.src.layers.modeling.cached_multi_head_attention.CachedMultiHeadAttention"
 
-    def call(
+    def call(  # type: ignore[override]
         self,
         query: Any,
         value: Any,

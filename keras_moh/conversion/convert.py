@@ -98,6 +98,46 @@ def convert_to_moh(
     >>> [layer.top_k for layer in report.converted], round(report.active_share, 2)
     ([1, 1], 0.75)
     """
+    adapters, left = plan(
+        model,
+        num_shared_heads,
+        top_k,
+        layers,
+        router=router,
+        routing_groups=routing_groups,
+        balance_loss_weight=balance_loss_weight,
+        z_loss_weight=z_loss_weight,
+        implementation=implementation,
+    )
+    new_model = copy_model(model)
+    put(adapters, new_model)
+    found = attention_layers(model)
+    report = ConversionReport(
+        router,
+        tuple(_converted(found[i], adapter) for i, adapter in adapters.items()),
+        tuple(left),
+        None if sample is None else _change(model, new_model, sample),
+    )
+    return new_model, report
+
+
+def plan(
+    model: keras.Model,
+    num_shared_heads: Budget,
+    top_k: Budget,
+    layers: Any = None,
+    *,
+    router: str = "query_norm",
+    routing_groups: int = 1,
+    balance_loss_weight: float = 0.01,
+    z_loss_weight: float = 0.0,
+    implementation: str | None = None,
+) -> tuple[dict[int, Adapter], list[LeftLayer]]:
+    """What to do with `model`: unbuilt adapters by the number of the layer, and layers left.
+
+    The arguments are those of `convert_to_moh`. Whatever is wrong with them is found here, before
+    anything is done.
+    """
     if not isinstance(model, keras.Model):
         raise invalid_argument("model", "a keras.Model", model)
     if not model.built:
@@ -129,28 +169,23 @@ def convert_to_moh(
         i: _adapter(model, found[i], {"num_shared_heads": shared, "top_k": k, **common})
         for i, (shared, k) in numbers.items()
     }
+    return adapters, left
 
-    new_model = copy_model(model)
-    copies = attention_layers(new_model)
+
+def put(adapters: dict[int, Adapter], model: keras.Model) -> None:
+    """Put the unbuilt `adapters` of a plan in the places of the layers of `model`, for good."""
+    layers = attention_layers(model)
     for i, adapter in adapters.items():
-        build_like(adapter, copies[i])
-        adapter.take_weights_of(copies[i])
-        replace(copies[i], adapter)
-    remember(new_model)
-
-    report = ConversionReport(
-        router,
-        tuple(_converted(found[i], adapter) for i, adapter in adapters.items()),
-        tuple(left),
-        None if sample is None else _change(model, new_model, sample),
-    )
-    return new_model, report
+        build_like(adapter, layers[i])
+        adapter.take_weights_of(layers[i])
+        replace(layers[i], adapter)
+    remember(model)
 
 
 def attention_layers(model: keras.Model) -> list[keras.Layer]:
     """All attention layers of `model` that could be converted, or that a report would list."""
     found: list[keras.Layer] = []
-    inside: list[tuple[int, ...]] = []
+    inside: list[tuple[str, ...]] = []
     for path, layer in walk(model):
         # Attention in attention is a part of it, not a layer of the model.
         if any(path[: len(outer)] == outer for outer in inside):

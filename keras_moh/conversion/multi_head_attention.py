@@ -58,7 +58,7 @@ class MoHMultiHeadAttention(Adapter):
         config = layer.get_config()
         return {name: config[name] for name in SAME_ARGUMENTS}
 
-    def call(
+    def call(  # type: ignore[override]
         self,
         query: Any,
         value: Any,

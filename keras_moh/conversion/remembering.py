@@ -12,6 +12,7 @@ tasks of keras-hub with their backbone) needs none of this, and keeps its class.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,12 @@ import keras
 from keras_moh.conversion.adapter import Adapter, build_like, class_name, replace
 from keras_moh.keras_internals import children, refresh_variables
 
-Path = tuple[int, ...]
-"""The numbers of the sublayers on the way from a layer down to one in it."""
+Path = tuple[str, ...]
+"""The way from a layer down to one in it, by classes and numbers: `("Block:1", "Attention:0")`.
+
+A layer's names change from process to process where nobody gave one, and the order of layers of
+different classes from backend to backend.
+"""
 
 
 @keras.saving.register_keras_serializable(package="keras_moh")
@@ -59,7 +64,7 @@ class Remembering(keras.Layer):
                 "build_config": self.get_build_config(),
             },
             "adapters": [
-                {"path": list(path), "adapter": keras.saving.serialize_keras_object(layer)}
+                {"path": "/".join(path), "adapter": keras.saving.serialize_keras_object(layer)}
                 for path, layer in walk(self)
                 if isinstance(layer, Adapter)
             ],
@@ -75,7 +80,7 @@ class Remembering(keras.Layer):
         layer = keras.saving.deserialize_keras_object(config["source"])
         at = dict(walk(layer))
         for entry in config["adapters"]:
-            found = at.get(tuple(entry["path"]))
+            found = at.get(tuple(entry["path"].split("/")))
             if not isinstance(found, Adapter):  # else it came with its parent's config
                 restore(layer, found, entry["adapter"])
         remember(layer)
@@ -103,13 +108,17 @@ def walk(layer: keras.Layer) -> Iterator[tuple[Path, keras.Layer]]:
     seen: set[int] = set()
 
     def below(parent: keras.Layer, path: Path) -> Iterator[tuple[Path, keras.Layer]]:
-        for number, child in enumerate(children(parent)):
+        numbers: collections.Counter[str] = collections.Counter()
+        for child in children(parent):
+            name = _source_name(child)
+            at = (*path, f"{name}:{numbers[name]}")
+            numbers[name] += 1
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            yield (*path, number), child
+            yield at, child
             if not isinstance(child, Adapter):
-                yield from below(child, (*path, number))
+                yield from below(child, at)
 
     return below(layer, ())
 
@@ -121,25 +130,35 @@ def remember(layer: keras.Layer) -> set[int]:
         The outermost layers, by `id`, whose configs say that they were converted: `layer` or what
         is in it; none where nothing was.
     """
-    if isinstance(layer, Adapter | Remembering):
+    if isinstance(layer, Adapter):
         return {id(layer)}
-    converted = set().union(*(remember(child) for child in children(layer)))
+    converted: set[int] = set()
+    converted.update(*(remember(child) for child in children(layer)))
     if not converted:
-        return set()
+        return converted
     refresh_variables(layer)
+    if isinstance(layer, Remembering):
+        return {id(layer)}
     if _count_converted(_config(layer)) >= len(converted):
         return converted
     object.__setattr__(layer, "__class__", remembering_class(type(layer)))
     return {id(layer)}
 
 
-def source_class(layer: keras.Layer) -> type:
+def _source_name(layer: keras.Layer) -> str:
+    """The name of the class of `layer` before it was converted, if it was."""
+    if isinstance(layer, Adapter):
+        return layer.source.rsplit(".", 1)[1]
+    return source_class(layer).__name__
+
+
+def source_class(layer: keras.Layer) -> Any:
     """The class that a layer, or that of a remembering one, is an instance of."""
     return type(layer).__mro__[2] if isinstance(layer, Remembering) else type(layer)
 
 
 @functools.cache
-def remembering_class(source: type) -> type:
+def remembering_class(source: Any) -> Any:
     """The subclass of `source` that remembers.
 
     It is saved under the name of `Remembering`, by which a new process finds what loads it.

@@ -55,7 +55,7 @@ def matches(selector: Any, number: int, layer: keras.Layer, count: int) -> bool:
 def num_heads_of(
     name: str, budget: Any, number: int, layers: Sequence[keras.Layer], num_heads: int
 ) -> int:
-    """What the argument `name`, of value `budget`, says of layer `number` with `num_heads` heads."""
+    """What the argument `name`, of value `budget`, says of layer `number`, of `num_heads` heads."""
     layer = layers[number]
     if isinstance(budget, Mapping):
         found = [key for key in budget if matches(key, number, layer, len(layers))]
