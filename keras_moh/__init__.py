@@ -12,6 +12,7 @@ from keras_moh.flops import AttentionFLOPs, PartFLOPs, attention_flops
 from keras_moh.moh_attention import MoHAttention
 from keras_moh.routed_attention import routed_attention
 from keras_moh.routing import (
+    QueryNormRouter,
     Router,
     Routing,
     TwoStageRouter,
@@ -29,6 +30,7 @@ __all__ = [
     "MoHGroupQueryAttention",
     "MoHMultiHeadAttention",
     "PartFLOPs",
+    "QueryNormRouter",
     "Router",
     "Routing",
     "TwoStageRouter",

@@ -26,7 +26,7 @@ class PartFLOPs:
     """FLOPs of one forward call, part by part.
 
     Attributes:
-        query: Of the query projection.
+        query: Of the query projection: of all heads, where a router chooses by the queries.
         key: Of the key projection.
         value: Of the value projection.
         core: Of the products of queries with keys, and of scores with values.
@@ -120,13 +120,15 @@ def attention_flops(
     )
     router = 0 if layer.router is None else _weights_per_token(layer.router)
 
+    needs_query = layer.router is not None and layer.router.needs_query
+
     def parts(heads: int, router: int) -> PartFLOPs:
         features, value_features, key_features = layer._features
         output_shape = layer._output_shape or (features,)
         groups, d, dv = layer.num_key_value_heads, layer.key_dim, layer.value_dim
         queries, keys = 2 * batch * query_length, 2 * batch * key_length
         return PartFLOPs(
-            query=queries * features * heads * d,
+            query=queries * features * (layer.num_heads if needs_query else heads) * d,
             key=keys * key_features * groups * d,
             value=keys * value_features * groups * dv,
             core=2 * batch * pairs * heads * (d + dv),

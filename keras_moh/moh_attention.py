@@ -62,6 +62,7 @@ from keras_moh.projections import (
 )
 from keras_moh.routed_attention import attention_spec
 from keras_moh.routing import (
+    QueryNormRouter,
     Router,
     Routing,
     TwoStageRouter,
@@ -107,8 +108,10 @@ class MoHAttention(keras.layers.Layer):
         output_shape: Features of the output, an integer or a tuple. Defaults to the query's `D`.
         dropout: Rate in `[0, 1)` of dropout on the attention scores in training. Defaults to 0.
         use_bias: Whether the four projections have biases. Defaults to `True`.
-        router: `"two_stage"` (the paper's, see `TwoStageRouter`), a `Router`, or `None` for plain
-            attention: every head with gate 1, and no router weights. Defaults to `"two_stage"`.
+        router: `"two_stage"` (the paper's, see `TwoStageRouter`), `"query_norm"` (the one without
+            weights, for pretrained attention, see `QueryNormRouter`), a `Router`, or `None` for
+            plain attention: every head with gate 1, and no router weights. Defaults to
+            `"two_stage"`.
         routing_groups: Number `r` of groups of `H / r` neighbouring heads, of which a token takes
             equally many: the first `H_s / r`, which are shared, and `top_k / r` of the others
             (see `TwoStageRouter`; arXiv 2606.20945 has one group for each key/value head). It must
@@ -285,28 +288,27 @@ class MoHAttention(keras.layers.Layer):
             if self.z_loss_weight:
                 raise invalid_argument("z_loss_weight", "0 with router=None", self.z_loss_weight)
             return None
-        if self._router_name == "query_norm":
-            raise NotImplementedError(
-                "Argument `router` is not implemented yet for this value. "
-                f"Received: router={router!r}"
-            )
-        if self._router_name == "two_stage":
+        if self._router_name in ("two_stage", "query_norm"):
             if num_shared_heads is None or top_k is None:
                 missing = "num_shared_heads" if num_shared_heads is None else "top_k"
                 raise ValueError(
                     f"Argument `{missing}` is required unless `router` is None or a `Router`. "
                     f"Received: {missing}=None with router={router!r}"
                 )
+            numbers = (self.num_heads, num_shared_heads, top_k)
+            common = {
+                "routing_groups": routing_groups,
+                "dtype": self.dtype_policy,
+                "name": "router",
+            }
+            if self._router_name == "query_norm":
+                return QueryNormRouter(*numbers, **common)
             return TwoStageRouter(
-                self.num_heads,
-                num_shared_heads,
-                top_k,
+                *numbers,
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 kernel_regularizer=self.kernel_regularizer,
                 kernel_constraint=self.kernel_constraint,
-                routing_groups=routing_groups,
-                dtype=self.dtype_policy,
-                name="router",
+                **common,
             )
         if not isinstance(router, Router):
             raise invalid_argument(
@@ -322,9 +324,11 @@ class MoHAttention(keras.layers.Layer):
         if routing_groups not in (1, router.routing_groups):
             own = f"the router's own, {router.routing_groups}"
             raise invalid_argument("routing_groups", own, routing_groups)
-        if self.z_loss_weight and not isinstance(router, TwoStageRouter):
+        if self.z_loss_weight and not isinstance(router, (TwoStageRouter, QueryNormRouter)):
             raise invalid_argument(
-                "z_loss_weight", "0 with a router that is no TwoStageRouter", self.z_loss_weight
+                "z_loss_weight",
+                "0 with a router that is no TwoStageRouter or QueryNormRouter",
+                self.z_loss_weight,
             )
         return router
 
@@ -538,16 +542,20 @@ class MoHAttention(keras.layers.Layer):
     ) -> dict[str, Any]:
         """The computation of a call, without effects: its results by name, those asked for."""
         results = {}
+        tokens, key = without_padding(query, query_mask), without_padding(key, key_mask)
+        value = without_padding(value, key_mask)
+        query_heads, routed_by = None, {}
+        if self.router is not None and self.router.needs_query:
+            query_heads = self._query_dense(tokens)
+            routed_by = {"query": query_heads}
         if self.router is None:
             routing = all_heads(query, self.num_heads, routing_dtype(self.compute_dtype))
         elif with_router_scores and self.top_k:
-            routing, results["router_scores"] = self.router(query, return_scores=True)
+            routing, results["router_scores"] = self.router(query, return_scores=True, **routed_by)
         else:
-            routing = self.router(query)
+            routing = self.router(query, **routed_by)
         results["routing"] = routing
 
-        query, key = without_padding(query, query_mask), without_padding(key, key_mask)
-        value = without_padding(value, key_mask)
         key_heads = self._key_dense(key)
         if self.qk_norm:
             key_heads = self.key_norm(key_heads)
@@ -571,24 +579,33 @@ class MoHAttention(keras.layers.Layer):
             dropout=dropout,
             seed=seed,
         )
-        tokens = self._fold(query)
+        folded_tokens = self._fold(tokens)
         spec = attention_spec(
-            tokens,
+            folded_tokens,
             (self.num_heads, self.key_dim),
             *(key_heads, value_heads, routing, options),
             *(with_attention_scores, self.routing_groups),
         )
         implementation = choose_implementation(spec, self.implementation)
         arguments = (key_heads, value_heads, routing.heads, routing.gates)
-        if skips_projections(implementation, spec, self._query_dense, self._output_dense):
+        # Queries that the router has seen are there already, in all heads.
+        projections = [self._output_dense]
+        if query_heads is None:
+            projections.append(self._query_dense)
+        if skips_projections(implementation, spec, *projections):
             rows = RowProjections(implementation, routing.heads, self.num_heads)
-            query_rows = rows.project(tokens, self._query_dense)
+            query_rows = (
+                rows.project(folded_tokens, self._query_dense)
+                if query_heads is None
+                else rows.take(self._fold(query_heads))
+            )
             if self.qk_norm:
                 query_rows = self.query_norm(query_rows)
             head_outputs = implementation.attend_rows(query_rows, *arguments, rows.plan, options)
             output = self._unfold(rows.combine(head_outputs, self._output_dense), query)
         else:
-            query_heads = self._query_dense(query)
+            if query_heads is None:
+                query_heads = self._query_dense(tokens)
             if self.qk_norm:
                 query_heads = self.query_norm(query_heads)
             head_outputs, scores = implementation.attend(
@@ -720,12 +737,17 @@ class MoHAttention(keras.layers.Layer):
             shape = scores_shape(query.shape, inputs.key.shape, self.num_heads, self._axes)
             results.append(keras.KerasTensor(shape, dtype=dtype))
         if return_routing:
-            results.append(
-                routing_spec(query, self.num_heads, 0, routing_dtype(dtype))
-                if self.router is None
-                else self.router.compute_output_spec(query)
-            )
+            results.append(self._routing_spec(query))
         return _one_or_tuple(results)
+
+    def _routing_spec(self, query: Any) -> Routing:
+        if self.router is None:
+            return routing_spec(query, self.num_heads, 0, routing_dtype(self.compute_dtype))
+        if not self.router.needs_query:
+            return self.router.compute_output_spec(query)
+        shape = (*query.shape[:-1], self.num_heads, self.key_dim)
+        query_heads = keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return self.router.compute_output_spec(query, query=query_heads)
 
     def _check_call(self, inputs: _Inputs, attention_mask: Any, use_causal_mask: bool) -> None:
         """Check the arguments of a call by their static shapes, which symbolic ones have too."""

@@ -82,6 +82,10 @@ class RowProjections:
         kernel, bias = _weights(projection)
         return self._implementation.project(tokens, kernel, bias, self.plan)
 
+    def take(self, heads: Any) -> Any:
+        """The rows of what is there in all heads, `(B, T, H, d)`."""
+        return self._implementation.take(heads, self.plan)
+
     def combine(self, rows: Any, projection: keras.layers.EinsumDense) -> Any:
         """The outputs `(B, T, *output_shape)` of rows."""
         kernel, bias = _weights(projection)

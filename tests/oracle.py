@@ -84,6 +84,49 @@ def route(
     return Routing(gates, taken, probabilities, scores, taken[..., candidates], float(margin))
 
 
+def route_by_query_norm(
+    query: np.ndarray,
+    num_shared_heads: int,
+    top_k: int,
+    routing_groups: int = 1,
+    constants: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Routing:
+    """The router that takes the longest of the query vectors `(..., H, d)` of a token.
+
+    Differences of outputs see gates that do not change: with the `constants` that stand for a
+    router's choice and its probabilities, the gates are those that it is differentiated by.
+    """
+    *tokens, H, _ = query.shape
+    groups = heads_by_group(H, num_shared_heads, routing_groups)
+    shared_heads = [h for shared, _ in groups for h in shared]
+    candidates = [h for _, routed in groups for h in routed]
+    norms = np.sqrt((query[..., candidates, :] ** 2).sum(axis=-1))
+    deviation = np.ones(tuple(tokens))
+    if len(candidates) > 1:
+        deviation = norms.std(axis=-1, ddof=1)
+    deviation = np.where(deviation > 1e-6 * norms.max(axis=-1, initial=0), deviation, 1)
+    scores = norms / deviation[..., None]
+    probabilities = softmax(scores) if candidates else scores
+    gates, taken = np.zeros((*tokens, H)), np.zeros((*tokens, H), bool)
+    gates[..., shared_heads], taken[..., shared_heads] = 1, True
+    margin = np.inf
+    for token in np.ndindex(*tokens):
+        length = dict(zip(candidates, norms[token], strict=True))
+        for _, routed in groups:
+            order = sorted(routed, key=lambda h: (-length[h], h))
+            count = top_k // routing_groups
+            taken[token][order[:count]] = True
+            if 0 < count < len(order):
+                gap = length[order[count - 1]] - length[order[count]]
+                margin = min(margin, gap / max(norms[token].max(), 1e-30))
+    if constants is not None:
+        chosen, before = constants
+        gates[..., candidates] = np.where(chosen, 1 + probabilities - before, 0)
+    else:
+        gates[taken] = 1
+    return Routing(gates, taken, probabilities, scores, taken[..., candidates], float(margin))
+
+
 def load_balancing_loss(
     probabilities: np.ndarray,
     taken: np.ndarray,
@@ -204,11 +247,14 @@ def layer(
     use_causal_mask: bool = False,
     sliding_window: int | None = None,
     fraction: np.ndarray | None = None,
+    router: str = "two_stage",
+    constants: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Output:
     """The whole layer on inputs `(B, T, D)`; `num_shared_heads=None` is plain attention.
 
     The balancing loss holds the fraction of tokens by which a head is taken for a constant, which
-    differences of outputs do not know: `fraction` gives it.
+    differences of outputs do not know: `fraction` gives it. `constants` are those of
+    `route_by_query_norm`.
     """
     weights = {name: np.asarray(array, "float64") for name, array in weights.items()}
     query = query.astype("float64")
@@ -227,6 +273,7 @@ def layer(
         return heads + weights.get(f"{name}/bias", 0)
 
     q, k, v = project("query", query), project("key", key), project("value", value)
+    projected = q
     if qk_norm:
         q, k = _norm(q, "query_norm", weights, qk_norm), _norm(k, "key_norm", weights, qk_norm)
     (B, T, H, _), S = q.shape, k.shape[1]
@@ -245,13 +292,15 @@ def layer(
     if num_shared_heads is None:
         every, none = np.ones((B, T, H)), np.zeros((B, T, 0))
         routing = Routing(every, every > 0, none, none, none > 0, np.inf)
+    elif router == "query_norm":
+        routing = route_by_query_norm(projected, num_shared_heads, top_k, routing_groups, constants)
     else:
-        router = {
+        kernels = {
             name.removeprefix("router/"): array
             for name, array in weights.items()
             if name.startswith("router/")
         }
-        routing = route(query, router, H, num_shared_heads, top_k, routing_groups)
+        routing = route(query, kernels, H, num_shared_heads, top_k, routing_groups)
 
     heads, scores = attend(q, k, v, mask)
     output_kernel = weights["attention_output/kernel"]

@@ -81,6 +81,9 @@ CONSTRUCTOR = [
     Invalid("routing_groups", [2], "1 with", router=None, num_shared_heads=None, top_k=None),
     Invalid("z_loss_weight", [0.1], "0 with", router=None, num_shared_heads=None, top_k=None),
     # A router of one's own says itself how many heads there are.
+    Invalid("top_k", [None], "required unless `router` is None", router="query_norm"),
+    Invalid("top_k", [5], "4 routed heads", router="query_norm"),
+    Invalid("routing_groups", [3], "(valid here: 1, 2)", router="query_norm"),
     Invalid("num_heads", [5], "the router's own, 6", router=TwoStageRouter(6, 2, 2)),
     Invalid("num_shared_heads", [1], "the router's own, 2", router=TwoStageRouter(6, 2, 2)),
     Invalid("top_k", [3], "the router's own, 2", router=TwoStageRouter(6, 2, 2)),
@@ -127,7 +130,7 @@ def test_router_constructor_refuses(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("router", "query_norm"), ("rotary_embedding", {"rotary_dim": 2})],
+    [("rotary_embedding", {"rotary_dim": 2})],
 )
 def test_constructor_names_what_is_not_implemented_yet(name, value):
     with pytest.raises(NotImplementedError, match=f"`{name}`.*Received: {name}=") as error:

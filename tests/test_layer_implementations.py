@@ -92,7 +92,7 @@ class Case:
     def layer(self, implementation: str | None, policy: str) -> keras_moh.MoHAttention:
         more: dict[str, Any] = {"balance_loss_weight": 0.5, "z_loss_weight": 0.25}
         router = self.arguments.get("router", "two_stage")
-        if router != "two_stage":
+        if router not in ("two_stage", "query_norm"):
             more["z_loss_weight"] = 0.0
             more["router"] = router and router(dtype=policy)
         arguments = {**self.arguments, **more, "dtype": policy, "implementation": implementation}
@@ -207,6 +207,15 @@ CASES = {
     ),
     "one query": Case({}, ((B, 1, D), (B, S, D))),
     "one token": Case({"num_key_value_heads": 1}, ((1, 1, D),)),
+    "query norm": Case({"router": "query_norm"}),
+    "query norm, groups, layer norm, padding": Case(
+        {**GROUPS, "router": "query_norm", "qk_norm": True},
+        call={"query_mask": padding(3, 5, length=T)},
+    ),
+    "query norm, rank 4": Case(
+        {"router": "query_norm", "attention_axes": 2}, RANK_4, {"use_causal_mask": True}
+    ),
+    "query norm, rematerialized": Case({"router": "query_norm"}, scope="full"),
     "no router": Case(NO_ROUTER),
     "no router, causal": Case(
         {**NO_ROUTER, "num_key_value_heads": 2}, call={"use_causal_mask": True}
@@ -266,7 +275,11 @@ def check(name: str, variant: Variant, policy: str) -> None:
         assert_close(actual, desired, f"gradient by {weight}", size)
 
 
-IN_LOW_PRECISION = ("layer norm, groups, padding", "every mask")
+IN_LOW_PRECISION = (
+    "layer norm, groups, padding",
+    "every mask",
+    "query norm, groups, layer norm, padding",
+)
 
 
 # JAX compiles each case for seconds: there, what runs in float64 is seen in float64.

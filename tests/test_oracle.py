@@ -79,13 +79,19 @@ class Case:
         )
 
     def expected(
-        self, layer: keras_moh.MoHAttention, inputs: list[np.ndarray] | None = None, **weights: Any
+        self,
+        layer: keras_moh.MoHAttention,
+        inputs: list[np.ndarray] | None = None,
+        further: dict[str, Any] | None = None,
+        **weights: Any,
     ) -> oracle.Output:
         arguments = {
             name: self.arguments.get(name)
             for name in ("num_shared_heads", "top_k", "qk_norm", "sliding_window")
         }
         arguments["routing_groups"] = self.arguments.get("routing_groups", 1)
+        arguments["router"] = self.arguments["router"]
+        arguments |= further or {}
         if self.arguments["router"] is None:
             arguments |= {"num_shared_heads": None, "top_k": 0}
         weights = {n: to_numpy(weight) for n, weight in weights_by_name(layer).items()} | weights
@@ -104,7 +110,7 @@ def cases(draw: st.DrawFn) -> Case:
     length = H // routing_groups
     shared = draw(st.integers(0, length))
     routed = draw(st.integers(1, length - shared)) if shared < length else 0
-    router = draw(st.sampled_from(["two_stage", "two_stage", "two_stage", None]))
+    router = draw(st.sampled_from(["two_stage", "two_stage", "query_norm", None]))
 
     shapes = [(B, T, D), (B, S, D_value), (B, S, D_key)][: draw(st.integers(1, 3))]
     S = S if len(shapes) > 1 else T
@@ -173,6 +179,10 @@ def check_layer(case: Case, dtype: str) -> None:
     expected = case.expected(layer)
     hypothesis.assume(expected.routing.margin > ROUTER_MARGIN)
     hypothesis.assume(not case.bias_goes_astray)
+    if case.arguments["router"] == "query_norm":
+        # Queries are of the compute dtype, and of near norms the deviation magnifies rounding.
+        hypothesis.assume(dtype in ("float32", "float64"))
+        hypothesis.assume(expected.routing.scores.max(initial=0) < 50)
 
     def call(*inputs: Any) -> Any:
         results = layer(
@@ -388,6 +398,72 @@ def test_losses(valid: str | None) -> None:
         assert float(balance_loss) == float(z_loss) == 0
 
 
+def check_query_norm_router(arguments: tuple[int, int, int, int], dtype: str) -> None:
+    num_heads, *_, routing_groups = arguments
+    query = floats(2, 3, num_heads, 5, seed=num_heads)
+    router = keras_moh.QueryNormRouter(*arguments[:3], routing_groups=routing_groups, dtype=dtype)
+    expected = oracle.route_by_query_norm(query.astype("float64"), *arguments[1:])
+    x = ops.ones((2, 3, 11), dtype=dtype)
+    routing, scores = compiled(
+        lambda query: router(x, query=query, return_scores=True),
+        ops.convert_to_tensor(query, dtype),
+    )
+    assert expected.margin > ROUTER_MARGIN
+    assert router.weights == []
+    check_routing(routing, expected, TOLERANCES[dtype])
+    assert_close(scores, expected.scores, TOLERANCES[dtype], "scores")
+    # Exactly: the heads not taken have no gate, and those taken are as they were.
+    assert (to_numpy(routing.gates) == 1).all()
+
+
+@pytest.mark.parametrize("arguments", ROUTERS, ids=str)
+def test_query_norm_router_in_float32(arguments: tuple[int, int, int, int]) -> None:
+    check_query_norm_router(arguments, "float32")
+
+
+@pytest.mark.float64
+@pytest.mark.parametrize("arguments", ROUTERS, ids=str)
+def test_query_norm_router_in_float64(arguments: tuple[int, int, int, int]) -> None:
+    check_query_norm_router(arguments, "float64")
+
+
+QUERIES = {
+    "equal": np.ones((1, 1, 1)),
+    "equal but for rounding": 1 + 1e-7 * np.arange(6)[:, None],
+    "zero": np.zeros((6, 1)),
+    "all but one zero": 1.0 * (np.arange(6) == 4)[:, None],
+    "tiny": 1e-15 * (1 + np.arange(6)[:, None] % 3),
+    "huge": 1e18 * (1 + np.arange(6)[:, None] % 3),
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("name", QUERIES)
+def test_query_norm_router_where_lengths_say_little(name: str, top_k: int) -> None:
+    query = np.broadcast_to(QUERIES[name], (2, 3, 6, 5)).astype("float32")
+    router = keras_moh.QueryNormRouter(6, 2, top_k)
+    x = ops.ones((2, 3, 11))
+
+    def loss(query: Any) -> Any:
+        routing, scores = router(x, query=query, return_scores=True)
+        weighted = ops.sum(routing.gates * ops.arange(2 + top_k, dtype="float32"))
+        return weighted + ops.sum(ops.square(scores)), [*routing]
+
+    _, (by_query,), _, (heads, gates, probabilities) = gradients(loss, [query])
+    assert np.isfinite(by_query).all()
+    assert (gates == 1).all()
+    np.testing.assert_allclose(probabilities.sum(axis=-1), 1, rtol=1e-6)
+    if "equal" in name or name == "zero":
+        np.testing.assert_allclose(probabilities, 0.25, rtol=1e-5)
+    if name in ("equal", "zero"):
+        np.testing.assert_array_equal(heads, np.broadcast_to(np.arange(2 + top_k), heads.shape))
+    if name in ("all but one zero", "tiny", "huge"):
+        lengths = np.broadcast_to(QUERIES[name], (6, 5))[:, 0]
+        best = np.argsort(-lengths[2:], kind="stable")[:top_k] + 2
+        taken = np.array([0, 1, *sorted(best)])
+        np.testing.assert_array_equal(heads, np.broadcast_to(taken, heads.shape))
+
+
 # Layers and calls that have every parameter between them, to differentiate.
 B, T, S, D = 2, 3, 5, 7
 PLAIN = {"num_heads": 5, "key_dim": 3, "balance_loss_weight": 0.5, "z_loss_weight": 0.25}
@@ -475,6 +551,47 @@ GRADIENT_CASES = {
         {},
         seed=17,
     ),
+    "query norm": Case(
+        {**PLAIN, "router": "query_norm", "num_shared_heads": 2, "top_k": 2},
+        ((B, T, D),),
+        {"query_mask": (B, T)},
+        0.8,
+        {"use_causal_mask": True},
+        seed=18,
+    ),
+    "query norm, groups, no head shared, RMS norm": Case(
+        {
+            **PLAIN,
+            "router": "query_norm",
+            "num_heads": 6,
+            "num_key_value_heads": 2,
+            "num_shared_heads": 0,
+            "top_k": 2,
+            "routing_groups": 2,
+            "qk_norm": "rms",
+        },
+        ((B, T, D), (B, S, D)),
+        {},
+        1.0,
+        {},
+        seed=19,
+    ),
+    "query norm, one candidate": Case(
+        {**PLAIN, "router": "query_norm", "num_shared_heads": 4, "top_k": 1},
+        ((B, T, D),),
+        {},
+        1.0,
+        {},
+        seed=20,
+    ),
+    "query norm, every candidate taken": Case(
+        {**PLAIN, "router": "query_norm", "num_shared_heads": 1, "top_k": 4},
+        ((B, T, D),),
+        {},
+        1.0,
+        {},
+        seed=21,
+    ),
     "no router": Case(
         {**PLAIN, "router": None, "z_loss_weight": 0.0, "num_shared_heads": None, "top_k": None},
         ((B, T, D), (B, S, D)),
@@ -494,15 +611,17 @@ def differences(name: str) -> dict[str, np.ndarray]:
     point = {n: to_numpy(weight).astype("float64") for n, weight in weights_by_name(layer).items()}
     point |= {f"input {i}": x.astype("float64") for i, x in enumerate(case.inputs)}
     routing = case.expected(layer).routing
-    fraction = None
+    constants: dict[str, Any] = {}
     if layer.top_k:
         valid = case.masks.get("query_mask", np.ones((B, T), bool))
-        fraction = routing.chosen[valid].mean(axis=0)
+        constants["fraction"] = routing.chosen[valid].mean(axis=0)
+    if case.arguments["router"] == "query_norm":
+        constants["constants"] = (routing.chosen, routing.probabilities)
 
     def loss() -> float:
         weights = {n: array for n, array in point.items() if not n.startswith("input")}
         inputs = [array for n, array in point.items() if n.startswith("input")]
-        expected = case.expected(layer, inputs, fraction=fraction, **weights)
+        expected = case.expected(layer, inputs, constants, **weights)
         np.testing.assert_array_equal(expected.routing.taken, routing.taken)
         losses = 0.5 * expected.balance_loss + 0.25 * expected.z_loss
         return float((expected.output * cotangent(expected.output.shape)).sum() + losses)

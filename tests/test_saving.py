@@ -14,7 +14,7 @@ import pytest
 from helpers import to_numpy
 from samples import ARGUMENTS, B, D, S, T, floats, moh_attention
 
-from keras_moh import MoHAttention, Router, TwoStageRouter
+from keras_moh import MoHAttention, QueryNormRouter, Router, TwoStageRouter
 
 SAVED = Path(__file__).parent / "saved"
 
@@ -72,6 +72,8 @@ CONFIGURATIONS = [
     EVERY_ARGUMENT | OF_EVERY_LAYER,
     ARGUMENTS,
     {"num_heads": 6, "key_dim": 3, "router": None},
+    ARGUMENTS | {"router": "query_norm", "routing_groups": 2, "z_loss_weight": 0.1},
+    {"num_heads": 6, "key_dim": 3, "router": QueryNormRouter(6, 1, 3, name="mine")},
     {"num_heads": 6, "key_dim": 3, "router": TwoStageRouter(6, 1, 3, name="mine")},
     {"num_heads": 6, "key_dim": 3, "router": ScaledRouter(6, 1, 3, scale=0.5)},
     {"num_heads": 6, "key_dim": 3, "router": ScaledRouter(6, 2, 4, scale=0.5, routing_groups=2)},
@@ -142,6 +144,7 @@ def small_model(**arguments):
 KINDS = {
     "two stages": {},
     "groups of heads": {"routing_groups": 2},
+    "query norm": {"router": "query_norm"},
     "everything": {
         "num_key_value_heads": 2,
         "value_dim": 5,
@@ -262,5 +265,5 @@ def test_files_are_of_three_different_models():
 
 
 def test_router_classes_are_registered():
-    for cls in (MoHAttention, TwoStageRouter, Router):
+    for cls in (MoHAttention, QueryNormRouter, TwoStageRouter, Router):
         assert keras.saving.get_registered_object(f"keras_moh>{cls.__name__}") is cls

@@ -12,10 +12,18 @@ import string
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moh.errors import constraint, initializer, integer, regularizer
-from keras_moh.routing.routing import Routing, constant_heads, routing_dtype, routing_spec
+from keras_moh.routing.routing import (
+    Routing,
+    all_heads,
+    constant_heads,
+    routing_dtype,
+    routing_spec,
+)
+from keras_moh.shapes import same_shape
 from keras_moh.softmax import softmax
 
 
@@ -71,6 +79,10 @@ class Router(keras.layers.Layer):
     `build`; `MoHAttention(router=MyRouter(...))` then uses it. Whatever dtype policy it is given,
     it computes in float32, or in float64 if that policy computes in float64.
 
+    A class with `needs_query = True` overrides `call(inputs, query)` instead: it is given the
+    tokens' query vectors as well, `(..., H, d)`, as the query projection makes them, before
+    `qk_norm` and rotary embedding. All heads' queries are then projected, those not taken too.
+
     Args:
         num_heads: Number of heads `H`.
         num_shared_heads: Number of shared heads `H_s`, which every token takes: heads
@@ -102,6 +114,9 @@ class Router(keras.layers.Layer):
     >>> tuple(routing.heads.shape)
     (2, 3, 3)
     """
+
+    #: Whether `call` takes the query vectors of all heads beside the tokens.
+    needs_query = False
 
     def __init__(
         self,
@@ -172,11 +187,52 @@ class Router(keras.layers.Layer):
         """`layer_call` as it is: a few numbers per token are not worth computing twice."""
         return layer_call
 
-    def compute_output_spec(self, inputs: Any) -> Any:
+    def compute_output_spec(self, inputs: Any, query: Any = None) -> Any:
         """The symbolic `Routing` for symbolic `inputs (..., D)`."""
         return routing_spec(
             inputs, self.num_active_heads, self.num_routed_heads, self.compute_dtype
         )
+
+    def _largest_of_groups(self, values: Any) -> Any:
+        """Of `(..., E)` the `k / r` largest candidates of every group, by number within it.
+
+        `(..., k)`, with several groups `(..., r, k / r)`.
+        """
+        return largest(self._by_group(values), self.top_k // self.routing_groups)
+
+    def _of_candidates(self, values: Any, candidates: Any) -> Any:
+        """The values `(..., k)` of candidates, out of `(..., E)`."""
+        return self._together(ops.take_along_axis(self._by_group(values), candidates, axis=-1))
+
+    def _heads(self, candidates: Any) -> Any:
+        """The heads `(..., K)`: in each group the shared ones, its first, then the candidates."""
+        numbers = self._by_group(ops.arange(self.num_heads, dtype="int32"))
+        shared = self.num_shared_heads // self.routing_groups
+        heads = candidates + numbers[..., shared : shared + 1]
+        if shared:
+            shared_heads = ops.broadcast_to(numbers[..., :shared], (*ops.shape(heads)[:-1], shared))
+            heads = ops.concatenate([shared_heads, heads], axis=-1)
+        return self._together(heads)
+
+    def _gates(self, shared_gates: Any, gates: Any) -> Any:
+        """The gates `(..., K)` of `_heads`, from those of the shared and of the routed ones."""
+        if not self.num_shared_heads:
+            return gates
+        parts = [self._by_group(x) for x in (shared_gates, gates)]
+        return self._together(ops.concatenate(parts, axis=-1))
+
+    def _by_group(self, x: Any) -> Any:
+        """`(..., N)` as `(..., r, N / r)`, and as it is where there is one group."""
+        if self.routing_groups == 1:
+            return x
+        lengths = (self.routing_groups, x.shape[-1] // self.routing_groups)
+        return ops.reshape(x, (*ops.shape(x)[:-1], *lengths))
+
+    def _together(self, x: Any) -> Any:
+        """The inverse of `_by_group`."""
+        if self.routing_groups == 1:
+            return x
+        return ops.reshape(x, (*ops.shape(x)[:-2], self.routing_groups * x.shape[-1]))
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -302,42 +358,19 @@ class TwoStageRouter(Router):
             return (routing, routing.probabilities) if return_scores else routing
 
         probabilities = softmax(scores)
-        by_group = self._by_group(probabilities)
-        candidates = largest(by_group, self.top_k // self.routing_groups)
-        kept = self._together(ops.take_along_axis(by_group, candidates, axis=-1))
+        candidates = self._largest_of_groups(probabilities)
+        kept = self._of_candidates(probabilities, candidates)
         gates = self.top_k * kept / ops.sum(kept, axis=-1, keepdims=True)
-
-        # In each group the heads taken are the shared ones, its first, and then the candidates.
-        numbers = self._by_group(ops.arange(self.num_heads, dtype="int32"))
-        shared = self.num_shared_heads // self.routing_groups
-        heads = candidates + numbers[..., shared : shared + 1]
         if group_scores is not None:
             factors = 2 * softmax(group_scores)
-            parts = (factors[..., :1] * shared_gates, factors[..., 1:] * gates)
-            gates = self._together(ops.concatenate([self._by_group(x) for x in parts], axis=-1))
-            shared_heads = ops.broadcast_to(numbers[..., :shared], (*ops.shape(heads)[:-1], shared))
-            heads = ops.concatenate([shared_heads, heads], axis=-1)
-        heads = self._together(heads)
-        routing = Routing(heads, gates, probabilities)
+            shared_gates, gates = factors[..., :1] * shared_gates, factors[..., 1:] * gates
+        routing = Routing(self._heads(candidates), self._gates(shared_gates, gates), probabilities)
         return (routing, scores) if return_scores else routing
 
     def compute_output_spec(self, inputs: Any, return_scores: bool = False) -> Any:
         """The symbolic results of a symbolic call."""
         routing = super().compute_output_spec(inputs)
         return (routing, routing.probabilities) if return_scores else routing
-
-    def _by_group(self, x: Any) -> Any:
-        """`(..., N)` as `(..., r, N / r)`, and as it is where there is one group."""
-        if self.routing_groups == 1:
-            return x
-        lengths = (self.routing_groups, x.shape[-1] // self.routing_groups)
-        return ops.reshape(x, (*ops.shape(x)[:-1], *lengths))
-
-    def _together(self, x: Any) -> Any:
-        """The inverse of `_by_group`."""
-        if self.routing_groups == 1:
-            return x
-        return ops.reshape(x, (*ops.shape(x)[:-2], self.routing_groups * x.shape[-1]))
 
     def _scores(self, inputs: Any) -> list[Any]:
         """The scores of the routed heads, the shared ones and the two kinds; `None` without any.
@@ -363,6 +396,123 @@ class TwoStageRouter(Router):
             "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
             "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
         }
+
+
+@keras.saving.register_keras_serializable(package="keras_moh")
+class QueryNormRouter(Router):
+    r"""The router without weights, for pretrained attention (arXiv 2410.11842, MoH-LLaMA3).
+
+    The score of a candidate is the length of the token's query vector in that head, before
+    `qk_norm` and rotary embedding, by the deviation of these lengths:
+
+    $$ s_e = \frac{\lVert q_e \rVert}{\mathrm{std}_{e'} \lVert q_{e'} \rVert}, \quad
+       p = \mathrm{softmax}(s), $$
+
+    with the unbiased standard deviation over the `E` candidates. The `k` longest are taken (the
+    lowest head wins a tie). A taken head has the gate 1, as a shared one has, and its gradient is
+    that of $p$ (straight-through): lengths of queries learn what a head is worth. The authors
+    divide by a zero or undefined deviation where all lengths are equal, or there is one candidate;
+    here $p$ is uniform then.
+
+    With `routing_groups=r` the `k / r` longest of each group of heads are taken. With bfloat16,
+    whose vectors have few digits, near lengths may be ordered otherwise than in float32.
+
+    Args:
+        num_heads: Number of heads `H`.
+        num_shared_heads: Number of shared heads `H_s`, from 0 to `num_heads`.
+        top_k: Number of routed heads `k` that a token takes; 0 only if every head is shared.
+        routing_groups: Number `r` of groups of `H / r` neighbouring heads, of which a token takes
+            equally many, as in `Router`. Defaults to 1.
+        **kwargs: `name`, `trainable`, `dtype` of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(..., D)`, float: the tokens, of which only the leading axes matter.
+        query: `(..., H, d)`, float: their query vectors.
+        return_scores: Whether to return `(routing, scores)` with the scores $s$, `(..., E)`, which
+            are what a z-loss would be of. Defaults to `False`.
+
+    Returns:
+        A `Routing`.
+
+    Raises:
+        ValueError: as for `Router`, or if the queries do not fit the inputs or the heads.
+
+    Example:
+    >>> import numpy as np, keras_moh
+    >>> router = keras_moh.QueryNormRouter(num_heads=4, num_shared_heads=1, top_k=1)
+    >>> query = np.array([[[[1.0, 0.0], [3.0, 4.0], [0.0, 6.0], [2.0, 2.0]]]], "float32")
+    >>> heads, gates, probabilities = router(np.ones((1, 1, 8), "float32"), query=query)
+    >>> heads.tolist(), gates.tolist()
+    ([[[0, 2]]], [[[1.0, 1.0]]])
+    """
+
+    needs_query = True
+
+    def call(self, inputs: Any, query: Any, return_scores: bool = False) -> Any:
+        """Route every token; see the class."""
+        self._check_query(inputs, query)
+        if not self.top_k:
+            routing = all_heads(inputs, self.num_heads, self.compute_dtype)
+            return (routing, routing.probabilities) if return_scores else routing
+        if self.routing_groups == 1:
+            query = query[..., self.num_shared_heads :, :]
+        else:
+            query = ops.take(query, self.routed_heads, axis=-2)
+        norms = _norms(query)
+        scores = _by_deviation(norms)
+        probabilities = softmax(scores)
+        candidates = self._largest_of_groups(norms)
+        taken = self._of_candidates(probabilities, candidates)
+        # In this order the gate is exactly 1.
+        gates = 1 + (taken - ops.stop_gradient(taken))
+        shared = ops.ones((*ops.shape(inputs)[:-1], self.num_shared_heads), dtype=gates.dtype)
+        routing = Routing(self._heads(candidates), self._gates(shared, gates), probabilities)
+        return (routing, scores) if return_scores else routing
+
+    def compute_output_spec(
+        self, inputs: Any, query: Any = None, return_scores: bool = False
+    ) -> Any:
+        """The symbolic results of a symbolic call."""
+        self._check_query(inputs, query)
+        routing = super().compute_output_spec(inputs)
+        return (routing, routing.probabilities) if return_scores else routing
+
+    def _check_query(self, inputs: Any, query: Any) -> None:
+        expected = (*inputs.shape[:-1], self.num_heads, None)
+        if query is None or not same_shape(expected, query.shape):
+            received = "None" if query is None else f"of shape {tuple(query.shape)}"
+            raise ValueError(
+                f"Argument `query` must hold the query vectors of {self.num_heads} heads, of shape "
+                f"{expected}. Received: query {received}"
+            )
+
+
+def _norms(x: Any) -> Any:
+    """The lengths of the vectors `(..., d)`, with the gradient 0 at a vector of length 0."""
+    squares = ops.sum(ops.square(x), axis=-1)
+    is_zero = squares == 0
+    lengths = ops.sqrt(ops.where(is_zero, ops.ones_like(squares), squares))
+    return ops.where(is_zero, ops.zeros_like(lengths), lengths)
+
+
+def _by_deviation(values: Any) -> Any:
+    """The values `(..., E)`, not negative, by their unbiased standard deviation.
+
+    Where they are equal but for rounding the deviation says nothing, and is left out.
+    """
+    count = values.shape[-1]
+    if count == 1:
+        return values
+    # A deviation has the unit of the values: by the largest, no square is lost.
+    unit = ops.stop_gradient(ops.max(values, axis=-1, keepdims=True))
+    unit = ops.where(unit > 0, unit, ops.ones_like(unit))
+    shares = values / unit
+    distances = shares - ops.sum(shares, axis=-1, keepdims=True) / count
+    variance = ops.sum(ops.square(distances), axis=-1, keepdims=True) / (count - 1)
+    rounding = 4 * float(np.finfo(keras.backend.standardize_dtype(values.dtype)).eps)
+    says_nothing = variance <= rounding**2
+    deviation = unit * ops.sqrt(ops.where(says_nothing, ops.ones_like(variance), variance))
+    return values / ops.where(says_nothing, ops.ones_like(deviation), deviation)
 
 
 def clone_initializer(initializer: Any) -> Any:
