@@ -4,7 +4,10 @@ from keras_moh.conversion import (
     ConversionReport,
     MoHCachedMultiHeadAttention,
     MoHGroupQueryAttention,
+    MoHLlamaAttention,
+    MoHMistralAttention,
     MoHMultiHeadAttention,
+    MoHQwen3Attention,
     convert_to_moh,
 )
 from keras_moh.errors import UnsupportedError
@@ -28,7 +31,10 @@ __all__ = [
     "MoHAttention",
     "MoHCachedMultiHeadAttention",
     "MoHGroupQueryAttention",
+    "MoHLlamaAttention",
+    "MoHMistralAttention",
     "MoHMultiHeadAttention",
+    "MoHQwen3Attention",
     "PartFLOPs",
     "QueryNormRouter",
     "Router",

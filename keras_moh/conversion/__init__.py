@@ -9,7 +9,10 @@ from keras_moh.conversion.adapter import Adapter
 from keras_moh.conversion.cached_multi_head_attention import MoHCachedMultiHeadAttention
 from keras_moh.conversion.convert import convert_to_moh
 from keras_moh.conversion.group_query_attention import MoHGroupQueryAttention
+from keras_moh.conversion.llama_attention import LlamaRotaryEmbedding, MoHLlamaAttention
+from keras_moh.conversion.mistral_attention import MoHMistralAttention
 from keras_moh.conversion.multi_head_attention import MoHMultiHeadAttention
+from keras_moh.conversion.qwen3_attention import MoHQwen3Attention
 from keras_moh.conversion.report import (
     ConversionReport,
     ConvertedLayer,
@@ -22,9 +25,13 @@ __all__ = [
     "ConversionReport",
     "ConvertedLayer",
     "LeftLayer",
+    "LlamaRotaryEmbedding",
     "MoHCachedMultiHeadAttention",
     "MoHGroupQueryAttention",
+    "MoHLlamaAttention",
+    "MoHMistralAttention",
     "MoHMultiHeadAttention",
+    "MoHQwen3Attention",
     "OutputChange",
     "convert_to_moh",
 ]

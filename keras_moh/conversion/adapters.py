@@ -7,7 +7,10 @@ import keras
 from keras_moh.conversion.adapter import Adapter, class_name
 from keras_moh.conversion.cached_multi_head_attention import MoHCachedMultiHeadAttention
 from keras_moh.conversion.group_query_attention import MoHGroupQueryAttention
+from keras_moh.conversion.llama_attention import MoHLlamaAttention
+from keras_moh.conversion.mistral_attention import MoHMistralAttention
 from keras_moh.conversion.multi_head_attention import MoHMultiHeadAttention
+from keras_moh.conversion.qwen3_attention import MoHQwen3Attention
 from keras_moh.moh_attention import MoHAttention
 
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -16,6 +19,9 @@ ADAPTERS: dict[str, type[Adapter]] = {
         MoHMultiHeadAttention,
         MoHGroupQueryAttention,
         MoHCachedMultiHeadAttention,
+        MoHLlamaAttention,
+        MoHMistralAttention,
+        MoHQwen3Attention,
     )
 }
 

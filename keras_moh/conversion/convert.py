@@ -11,7 +11,7 @@ import numpy as np
 from keras_moh.conversion.adapter import Adapter, build_like, class_name, replace
 from keras_moh.conversion.adapters import ADAPTERS, is_attention, unsupported_reason
 from keras_moh.conversion.copying import copy_model
-from keras_moh.conversion.remembering import remember, walk
+from keras_moh.conversion.remembering import parent, remember, walk
 from keras_moh.conversion.report import (
     ConversionReport,
     ConvertedLayer,
@@ -232,9 +232,12 @@ def _num_heads(layer: keras.Layer) -> int:
 def _adapter(model: keras.Model, layer: keras.Layer, recipe: dict[str, Any]) -> Adapter:
     """The unbuilt adapter for `layer` of `model`."""
     adapter = ADAPTERS[class_name(layer)]
+    arguments = adapter.arguments_of(layer)
+    if adapter.causal_in:
+        arguments["always_causal"] = class_name(parent(model, layer)) in adapter.causal_in
     try:
         return adapter(
-            **adapter.arguments_of(layer),
+            **arguments,
             **recipe,
             name=layer.name,
             dtype=layer.dtype_policy,

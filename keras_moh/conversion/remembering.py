@@ -123,6 +123,12 @@ def walk(layer: keras.Layer) -> Iterator[tuple[Path, keras.Layer]]:
     return below(layer, ())
 
 
+def parent(model: keras.Layer, layer: keras.Layer) -> keras.Layer:
+    """The layer that has `layer`, one below `model`, among its sublayers."""
+    at = {(): model, **dict(walk(model))}
+    return next(at[path[:-1]] for path, found in at.items() if found is layer)
+
+
 def remember(layer: keras.Layer) -> set[int]:
     """Let `layer`, and each layer in it that needs to, remember the adapters below it.
 
@@ -141,7 +147,8 @@ def remember(layer: keras.Layer) -> set[int]:
         return {id(layer)}
     if _count_converted(_config(layer)) >= len(converted):
         return converted
-    object.__setattr__(layer, "__class__", remembering_class(type(layer)))
+    source: Any = type(layer)
+    object.__setattr__(layer, "__class__", remembering_class(source))
     return {id(layer)}
 
 

@@ -244,8 +244,8 @@ def _weight_files(folder: Path) -> list[Path]:
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise FileNotFoundError(
-            f"{folder} lacks weights: {', '.join(absent)}. Only safetensors files are read: pickled "
-            "ones (.bin, .pt) can run code"
+            f"{folder} lacks weights: {', '.join(absent)}. Only safetensors files are read: "
+            "pickled ones (.bin, .pt) can run code"
         )
     return files
 

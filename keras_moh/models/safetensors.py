@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             raise _not_safetensors(file, f"{type(e).__name__} in the header: {e}") from e
 
 
-def _tensor(file: Path, start: int, size: int, entry: dict) -> StoredTensor:
+def _tensor(file: Path, start: int, size: int, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(int(length) for length in entry["shape"])
     if dtype not in DTYPES:
         raise _not_safetensors(file, f"a tensor of dtype {dtype}, not one of {', '.join(DTYPES)}")
