@@ -498,12 +498,12 @@ def test_lora_of_projections(tmp_path):
 @pytest.mark.parametrize("make", [functional, sequential, OwnGraph])
 def test_quantized_models_come_back(make, tmp_path):
     """Those of a class of its own do not in Keras, where their config says nothing of it."""
-    converted, _ = keras_moh.convert_to_moh(make(), 2, 2)
+    converted, _ = keras_moh.convert_to_moh(make(), 1.0, 0)  # else a rounding may choose others
     before = predict(converted, floats(B, T, D))
     converted.quantize("int8")
     assert all(layer.query_dense.quantization_mode == "int8" for layer in adapters(converted))
     for x, y in zip(predict(converted, floats(B, T, D)), before, strict=True):
-        assert 0 < np.abs(x - y).max() < 0.5
+        assert 0 < np.abs(x - y).max() < 0.3
     converted.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert_equal_outputs(again, converted, 1e-6)
