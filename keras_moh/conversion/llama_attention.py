@@ -60,7 +60,7 @@ class LlamaRotaryEmbedding(RotaryEmbedding):
         )
 
     def frequencies(self, width: int, dtype: str) -> Any:
-        """The angles by which a position turns the `width / 2` pairs of features."""
+        """The angles by which one position turns the pairs of features, `(width / 2,)`."""
         fast = super().frequencies(width, dtype)
         slow = fast / self.frequency_adjustment_factor
         turns = self.pretraining_sequence_length * fast / (2 * math.pi)
