@@ -133,6 +133,10 @@ class MoHLlamaAttention(Adapter):
             "rotary_embedding": _rotary_embedding(layer),
         }
 
+    @classmethod
+    def shapes_of(cls, layer: keras.Layer) -> tuple[tuple[int | None, ...], ...]:
+        return super().shapes_of(layer)[:1]
+
     def build(self, hidden_states_shape: Any) -> None:  # type: ignore[override]
         """Create the weights for `hidden_states` of that shape."""
         super().build(hidden_states_shape)
