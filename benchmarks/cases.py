@@ -21,6 +21,7 @@ class Case:
         routing_groups: Groups of heads in which a token takes equally many.
         is_causal: Whether a token attends only to those up to itself.
         training: Whether to compute output and all gradients, instead of the output alone.
+        router: What chooses the heads.
     """
 
     length: int
@@ -34,6 +35,7 @@ class Case:
     routing_groups: int = 1
     is_causal: bool = False
     training: bool = False
+    router: str = "two_stage"
 
     @property
     def share(self) -> float:
