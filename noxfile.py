@@ -1,4 +1,4 @@
-"""Every check of this project. `nox -l` lists them; `nox` alone runs lint, types and tests.
+"""Every check of this project. `nox -l` lists them; `nox` alone runs lint, types and all tests.
 
 Each session has an environment of its own under `.nox/`, which the next run reuses, with the
 versions that `constraints.txt` pins. Outside the checkout pip keeps its downloads, nothing else.
@@ -13,7 +13,7 @@ import nox
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"  # with pip, whatever else is installed
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "integrations"]
 
 # On the platforms that have it, tensorflow-cpu is TensorFlow at a fraction of the download.
 HAS_TENSORFLOW_CPU = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -94,6 +94,24 @@ def tests(session: nox.Session, backend: str) -> None:
     success_codes = [0, 5] if session.posargs else [0]
     session.run(*pytest, env=environment, success_codes=success_codes)
     session.run(*pytest, env=environment | {"JAX_ENABLE_X64": "1"}, success_codes=success_codes)
+
+
+@nox.session
+@each_backend
+def integrations(session: nox.Session, backend: str) -> None:
+    """Test one backend with keras-hub, which brings TensorFlow along on every backend."""
+    # keras-hub's own requirement is `tensorflow`, so that is the one also where it is the backend.
+    frameworks = [] if backend == "tensorflow" else [FRAMEWORKS[backend]]
+    install(session, "--editable", ".[hub,test]", *frameworks)
+    environment = {
+        **keras_environment(session, backend),
+        **ONE_THREAD,
+        "KERAS_MOH_EXPECTED_BACKEND": backend,
+        "KERAS_MOH_OTHERS_ALLOWED": "1",
+        "JAX_ENABLE_X64": "0",
+    }
+    everything = ["--numprocesses=auto", "--maxprocesses=4", "tests/integrations"]
+    session.run("python", "-m", "pytest", *(session.posargs or everything), env=environment)
 
 
 @nox.session

@@ -24,6 +24,7 @@ class Case:
         cache: Slots of a key/value cache to attend to, in place of the tokens; 0 for none.
         writes: Whether the tokens are written into the cache, as its last ones, under causality;
             else it is read alone.
+        router: What chooses the heads.
     """
 
     length: int
@@ -39,6 +40,7 @@ class Case:
     training: bool = False
     cache: int = 0
     writes: bool = False
+    router: str = "two_stage"
 
     @property
     def share(self) -> float:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import BARS, Case
-from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
+from benchmarks.competitors import (
+    CHOSEN,
+    CONVERTED,
+    CONVERTED_REFERENCE,
+    DENSE,
+    KERAS,
+    REFERENCE,
+)
 
 Record = dict[str, Any]  # as `harness.measure` returns it
 Results = dict[str, Any]
@@ -244,6 +251,17 @@ def compact(results: Sequence[Results]) -> str:
     return table(("compact", "speed-up", "FLOP limit", "share"), rows)
 
 
+def convert(results: Sequence[Results]) -> str:
+    def cells(record: Record) -> tuple[str, str]:
+        names = (CONVERTED_REFERENCE, CONVERTED)
+        every_head, reached = (speedup(record, name, KERAS) for name in names)
+        return f"{every_head:.2f}", f"{reached:.2f} {mark(reached > 1)}"
+
+    return _by_case(
+        ("speed-up over the original", "every head computed", "converted"), results, cells
+    )
+
+
 def roofline(results: Sequence[Results]) -> str:
     def cells(record: Record) -> tuple[str, str, str]:
         limit, reached = speedup(record, "roofline", KERAS), speedup(record, CHOSEN, KERAS)
@@ -308,6 +326,7 @@ SUMMARIES: dict[str, Callable[[Sequence[Results]], str]] = {
     "bars": bars,
     "grid": grid,
     "compact": compact,
+    "convert": convert,
     "curves": curves,
     "decode": decode,
     "roofline": roofline,
@@ -338,7 +357,7 @@ DOCS_BLOCKS: dict[str, tuple[str, Callable[[Sequence[Results]], str]]] = {
     "gemm": ("bars", lambda results: both_passes(results, _gemm_cell, limit=False)),
     **{
         suite: (suite, SUMMARIES[suite])
-        for suite in ("roofline", "compact", "decode", "grid", "memory", "long")
+        for suite in ("roofline", "compact", "decode", "convert", "grid", "memory", "long")
     },
 }
 _BLOCK = re.compile(

@@ -12,7 +12,14 @@ import pytest
 from benchmarks import competitors, harness, machine, memory, report, suites, timing
 from benchmarks.backends import load_backend
 from benchmarks.cases import BARS, Case
-from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
+from benchmarks.competitors import (
+    CHOSEN,
+    CONVERTED,
+    CONVERTED_REFERENCE,
+    DENSE,
+    KERAS,
+    REFERENCE,
+)
 from benchmarks.harness import WrongAnswerError
 from benchmarks.roofline import ROOFLINE, make_program
 from keras_moh.implementations import IMPLEMENTATIONS
@@ -82,6 +89,15 @@ def test_an_implementation_that_does_not_serve_is_skipped_with_its_reason(monkey
     assert record["skipped"] == {"never": "no head of width 3. Never"}
     assert set(record["seconds"]) == {KERAS, CHOSEN}
     assert "Skipped never: no head of width 3. Never" in report.record_table(record)
+
+
+@pytest.mark.parametrize("case", both(replace(TINY, router="query_norm")), ids=str)
+def test_converted_attention_beside_the_original(case):
+    names = [KERAS, CONVERTED_REFERENCE, CONVERTED]
+    record = harness.measure(case, names, rounds=1, seconds=0)
+    assert set(record["seconds"]) == set(names)
+    with pytest.raises(WrongAnswerError, match=r"converted .*off by .* of 'converted, reference'"):
+        harness.check(CONVERTED, case, [np.zeros(3)], [np.ones(3)])
 
 
 def test_all_competitors_have_the_same_weights():
@@ -326,6 +342,9 @@ def test_summaries():
     assert "50% of 12 heads, plain |          2.00 |" in grid
     compact = report.compact([results_by_hand("compact")])
     assert "4.00 |       1.50 | 267% ✓" in compact
+    converted = a_record()
+    converted["seconds"] |= {CONVERTED_REFERENCE: {"jit": [0.010]}, CONVERTED: {"jit": [0.004]}}
+    assert "0.80 |    2.00 ✓" in report.convert([result_of("convert", [converted])])
     megabytes = {KERAS: {"jit": {"growth": 2**30, "peak": 2**31, "seconds": 1.0}}}
     megabytes[CHOSEN] = {"jit": {"growth": 2**28, "peak": 13 * 2**30, "seconds": 2.0}}
     record = {"case": vars(Case(4096)), "memory": megabytes}
