@@ -121,7 +121,7 @@ def _cosines_and_sines(angles: Any) -> tuple[Any, Any]:
     """In the dtype of the angles, also where `ops.cos` rounds float64 to float32, as on JAX."""
     if keras.backend.standardize_dtype(angles.dtype) != "float64":
         return ops.cos(angles), ops.sin(angles)
-    turns = ops.exp(ops.view_as_complex(ops.stack([ops.zeros_like(angles), angles], axis=-1)))
+    turns = ops.exp(1j * ops.cast(angles, "complex128"))
     return ops.real(turns), ops.imag(turns)
 
 
