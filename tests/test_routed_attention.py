@@ -200,6 +200,7 @@ class Case:
         widths: tuple[int, int] = (d, dv),
         load: str = "even",
         routing_groups: int = 1,
+        some_gates_are_0: bool = False,
         seed: int = 0,
     ) -> None:
         key_dim, value_dim = widths
@@ -211,6 +212,8 @@ class Case:
         self.routing_groups = routing_groups
         self.heads = some_heads(load, random, shape, taken, routing_groups)
         self.gates = 2 + floats(batch, queries, taken, seed=seed + 5)
+        if some_gates_are_0:
+            self.gates *= random.random(self.gates.shape) < 0.7
         self.cotangent = floats(batch, queries, heads, value_dim, seed=seed + 6)
 
     @property
@@ -393,6 +396,7 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all on one head": ({"load": "the same", "taken": 1}, {}),
     "all heads": ({"taken": 4}, {"is_causal": True}),
     "causal": ({"load": "uneven"}, {"is_causal": True}),
+    "gates of 0": ({"some_gates_are_0": True}, {"is_causal": True}),
     "causal from 77": ({"load": "by position"}, {"is_causal": True, "causal_offset": 77}),
     "causal from -300": ({"load": "by entry"}, {"is_causal": True, "causal_offset": -300}),
     "causal behind all keys": ({}, {"is_causal": True, "causal_offset": 1000}),

@@ -47,9 +47,11 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _unsupported_device(kind: str) -> str | None:
-    """Why the kernels do not run on the devices of this kind, or `None`."""
+    """Why an operation of one's own does not run here on devices of this kind, or `None`."""
     if not HAS_TRITON:
         return "it needs the package triton: pip install 'keras-moh[triton]'"
+    if torch._C._are_functorch_transforms_active():
+        return "the transforms of torch.func do not know how to differentiate it"
     if triton.knobs.runtime.interpret and kind == "cpu":
         return None
     if kind != "cuda":

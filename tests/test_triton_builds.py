@@ -1,0 +1,148 @@
+"""Every Triton kernel compiles ahead of time, for devices that are not there.
+
+What is compiled is what `torch_triton` launches: its launches are recorded, with their arguments,
+by running it on a CPU. The interpreter accepts code that the compiler does not, so that these tests
+are for a process without it.
+"""
+
+import functools
+import re
+import subprocess
+from typing import Any, NamedTuple
+
+import keras
+import pytest
+
+from tests.conftest import is_installed
+
+if keras.backend.backend() != "torch" or not is_installed("triton"):
+    pytest.skip("of another backend, or without its extra", allow_module_level=True)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keras_moh.implementations import torch_triton, triton_kernels
+from keras_moh.implementations.spec import Options
+from keras_moh.implementations.triton_blocks import Blocks
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+
+
+class Usage(NamedTuple):
+    """What a program takes of a device."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread, or registers on AMD's, that do not fit into them
+    shared: int  # bytes of shared memory
+
+
+# What is allowed, by kernel, target and width of a head: what Triton 3.7.1 needs, and a little more
+# room for registers.
+CEILINGS: dict[tuple[str, str, int], Usage] = {}
+
+
+class Launch(NamedTuple):
+    kernel: str
+    sizes: Blocks
+    arguments: dict[str, Any]
+
+
+@functools.cache
+def launches(target: str, width: int, dtype: torch.dtype) -> dict[str, Launch]:
+    """What a causal call and its gradients launch on the target, by kernel."""
+    recorded: dict[str, Launch] = {}
+
+    def record(name: str, programs: int, sizes: Blocks, arguments: dict[str, Any]) -> None:
+        recorded[name] = Launch(name, sizes, arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_triton, "_target", lambda device: target)
+        patch.setattr(torch_triton, "_launch", record)
+        query, key, value = (
+            torch.zeros(2, 256, heads, width, dtype=dtype, requires_grad=True)
+            for heads in (8, 4, 4)
+        )
+        heads = torch.arange(4).expand(2, 256, 4)
+        output, _ = torch_triton.attend(
+            *(query, key, value, heads, torch.ones(heads.shape)),
+            Options(mask=None, is_causal=True, scale=0.1, causal_offset=0, sliding_window=None),
+        )
+        output.sum().backward()
+    return recorded
+
+
+def build(launch: Launch, target: str) -> Any:
+    """The compiled kernel, with all that a launch would tell of its arguments."""
+    kernel = getattr(triton_kernels, launch.kernel)
+    signature, constants, attributes = {}, {}, {}
+    sizes = {"BLOCK_M": launch.sizes.rows, "BLOCK_N": launch.sizes.keys}
+    for index, parameter in enumerate(kernel.params):
+        x = (launch.arguments | sizes)[parameter.name]
+        if parameter.is_constexpr or x is None:
+            signature[parameter.name], constants[index,] = "constexpr", x
+        elif isinstance(x, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if isinstance(x, int) else TYPES[x.dtype]
+            if isinstance(x, torch.Tensor) or x % 16 == 0:
+                attributes[index,] = [["tt.divisibility", 16]]
+    options = {"num_warps": launch.sizes.warps, "num_stages": launch.sizes.stages}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def usage(built: Any, target: str) -> Usage:
+    if target.startswith("gfx"):
+        numbers = dict(re.findall(r"\.(\w+):\s*(\d+)$", built.asm["amdgcn"], re.MULTILINE))
+        return Usage(
+            int(numbers["vgpr_count"]), int(numbers["vgpr_spill_count"]), built.metadata.shared
+        )
+    assembly = built.asm["ptx"]
+    (architecture,) = re.findall(r"^\.target (\w+)", assembly, re.MULTILINE)
+    report = subprocess.run(
+        [
+            triton.knobs.nvidia.ptxas.path,
+            "-v",
+            f"--gpu-name={architecture}",
+            "-",
+            "-o",
+            "/dev/null",
+        ],
+        input=assembly,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    spilled = re.findall(r"(\d+) bytes spill", report)
+    assert len(spilled) == 2  # stores and loads
+    return Usage(int(registers), sum(map(int, spilled)), built.metadata.shared)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile, whatever was compiled before."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "target", "width"), CEILINGS)
+def test_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
+    built = build(launches(target, width, dtype)[name], target)
+    found, ceiling = usage(built, target), CEILINGS[name, target, width]
+    assert all(x <= most for x, most in zip(found, ceiling, strict=True)), found
+    if target == "sm_90":
+        assert "wgmma.mma_async" in built.asm["ptx"]
