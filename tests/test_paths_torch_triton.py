@@ -5,6 +5,7 @@ and the result may not depend on which program is first. All of that can be seen
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,12 @@ PATH = Path(NAME, "eager")
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of which short sequences have several, and of rows and keys not the same number."""
-    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(16, 32, 4, 1))
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of that many rows and keys, so that short sequences have several."""
+    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(*request.param, 4, 1))
+
+
+of_tiles = functools.partial(pytest.mark.parametrize, "tiles", indirect=True, ids=str)
 
 
 # Values and every gradient ------------------------------------------------------------------------
@@ -55,7 +59,8 @@ OPTIONS_OF_HEADS = {
 }
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(64, 32)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("width", [16, 64, 72, 128])
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -71,7 +76,8 @@ def test_heads(options: dict[str, Any], groups: int, width: int, dtype: str) -> 
 LOADS = ("even", "uneven", "the same", "by entry", "by position")
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
 @pytest.mark.parametrize("mask", [None, (2, 1, 1, 59), (1, 1, 53, 59), (2, 1, 53, 59)], ids=str)
 @pytest.mark.parametrize("load", LOADS)
 def test_loads(load: str, mask: tuple[int, ...] | None) -> None:
@@ -84,7 +90,8 @@ def test_loads(load: str, mask: tuple[int, ...] | None) -> None:
     check(PATH, shape, {"mask": some_mask(*mask)} if mask else {}, "float32")
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_of_strided_tensors(options: dict[str, Any]) -> None:
     """Keys and values that are views of a cache, a gradient that is expanded, a sliced mask."""
@@ -119,6 +126,8 @@ def compare(
         np.testing.assert_allclose(to_numpy(x), to_numpy(wanted), rtol=0, atol=2e-5 * size)
 
 
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_order_of_programs_does_not_matter(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -126,7 +135,6 @@ def test_the_order_of_programs_does_not_matter(
     """Not to the last bit: no program reads, or adds to, what another one writes."""
     from triton.runtime.interpreter import interpreter_builder
 
-    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(16, 32, 4, 1))
     tensors, heads, cotangent = inputs_of_length(2, length=43)
     if "mask" in options:
         options = {"mask": padding(29, length=43)[:, None, None]}

@@ -54,6 +54,21 @@ class Usage(NamedTuple):
 CEILINGS: dict[tuple[str, str, int], Usage] = {}
 
 
+def options(**changes: Any) -> Options:
+    defaults = {"is_causal": False, "causal_offset": 0, "sliding_window": None}
+    return Options(**{"mask": None, **defaults, **changes}, scale=0.1)
+
+
+VARIANTS = {
+    "all": options(),
+    "causal": options(is_causal=True),
+    "causal window": options(is_causal=True, sliding_window=100),
+    "window": options(sliding_window=100),
+    "mask of keys": options(mask=torch.ones(2, 1, 1, 256, dtype=torch.bool)),
+    "mask of pairs": options(mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)),
+}
+
+
 class Launch(NamedTuple):
     kernel: str
     sizes: Blocks
@@ -61,8 +76,10 @@ class Launch(NamedTuple):
 
 
 @functools.cache
-def launches(target: str, width: int, dtype: torch.dtype) -> dict[str, Launch]:
-    """What a causal call and its gradients launch on the target, by kernel."""
+def launches(
+    target: str, widths: tuple[int, int], dtype: torch.dtype, variant: str = "causal"
+) -> dict[str, Launch]:
+    """What a call and its gradients launch on the target, by kernel."""
     recorded: dict[str, Launch] = {}
 
     def record(name: str, programs: int, sizes: Blocks, arguments: dict[str, Any]) -> None:
@@ -73,12 +90,11 @@ def launches(target: str, width: int, dtype: torch.dtype) -> dict[str, Launch]:
         patch.setattr(torch_triton, "_launch", record)
         query, key, value = (
             torch.zeros(2, 256, heads, width, dtype=dtype, requires_grad=True)
-            for heads in (8, 4, 4)
+            for heads, width in ((8, widths[0]), (4, widths[0]), (4, widths[1]))
         )
         heads = torch.arange(4).expand(2, 256, 4)
         output, _ = torch_triton.attend(
-            *(query, key, value, heads, torch.ones(heads.shape)),
-            Options(mask=None, is_causal=True, scale=0.1, causal_offset=0, sliding_window=None),
+            *(query, key, value, heads, torch.ones(heads.shape)), VARIANTS[variant]
         )
         output.sum().backward()
     return recorded
@@ -99,9 +115,9 @@ def build(launch: Launch, target: str) -> Any:
             signature[parameter.name] = "i32" if isinstance(x, int) else TYPES[x.dtype]
             if isinstance(x, torch.Tensor) or x % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
-    options = {"num_warps": launch.sizes.warps, "num_stages": launch.sizes.stages}
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    how = {"num_warps": launch.sizes.warps, "num_stages": launch.sizes.stages}
+    return triton.compile(source, target=TARGETS[target], options=how)
 
 
 def usage(built: Any, target: str) -> Usage:
@@ -141,8 +157,26 @@ def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "target", "width"), CEILINGS)
 def test_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
-    built = build(launches(target, width, dtype)[name], target)
+    built = build(launches(target, (width, width), dtype)[name], target)
     found, ceiling = usage(built, target), CEILINGS[name, target, width]
     assert all(x <= most for x, most in zip(found, ceiling, strict=True)), found
     if target == "sm_90":
         assert "wgmma.mma_async" in built.asm["ptx"]
+
+
+KERNELS = ("forward_kernel", "backward_query_kernel", "backward_key_value_kernel")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_build(variant: str, name: str) -> None:
+    build(launches("sm_90", (64, 64), torch.bfloat16, variant)[name], "sm_90")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(16, 24), (256, 256)], ids=str)
+def test_widths_build(widths: tuple[int, int], dtype: torch.dtype, name: str) -> None:
+    """The narrowest and the widest, which have the least and the most to keep in registers."""
+    built = build(launches("sm_80", widths, dtype)[name], "sm_80")
+    assert built.metadata.shared <= 99 * 1024  # what the smallest of its kin has

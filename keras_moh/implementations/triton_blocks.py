@@ -1,7 +1,7 @@
 """How the Triton kernels cut their work into tiles, by architecture and width of a head.
 
-The sizes are seeds: of those tried, ones with large tiles that compile without spilling registers,
-to which `tests/test_triton_builds.py` holds the compiler. Nothing of it was timed.
+The sizes are seeds: of those tried, ones with large tiles that compile without spilling registers
+in half precision, to which `tests/test_triton_builds.py` holds the compiler. Nothing was timed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _INTERPRETED = Blocks(128, 128, 4, 1)
 # By kernel and architecture: for heads of up to 64, 128 and 256 features, in half precision.
 _HALF = {
     "forward": {
-        "sm_80": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2)),
+        "sm_80": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 32, 4, 2)),
         "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 32, 8, 2)),
-        "gfx942": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
+        "gfx942": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(32, 32, 4, 2)),
     },
     "backward_query": {
         "sm_80": (Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
-        "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 32, 8, 1)),
+        "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(32, 32, 4, 1)),
         "gfx942": (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     },
     "backward_key_value": {
-        "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(32, 32, 4, 1)),
-        "sm_90": (Blocks(64, 128, 8, 2), Blocks(32, 128, 8, 2), Blocks(32, 64, 8, 1)),
-        "gfx942": (Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 1)),
+        "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(16, 32, 4, 1)),
+        "sm_90": (Blocks(64, 128, 8, 2), Blocks(32, 128, 8, 2), Blocks(16, 32, 4, 1)),
+        "gfx942": (Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     },
 }
 # In float32, which has no matrix units at full precision, products are made of registers.
