@@ -50,8 +50,27 @@ class Usage(NamedTuple):
 
 
 # What is allowed, by kernel, target and width of a head: what Triton 3.7.1 needs, and a little more
-# room for registers.
-CEILINGS: dict[tuple[str, str, int], Usage] = {}
+# room in registers.
+CEILINGS = {
+    ("forward_kernel", "sm_80", 64): Usage(224, 0, 49152),
+    ("forward_kernel", "sm_80", 128): Usage(192, 0, 57344),
+    ("forward_kernel", "sm_90", 64): Usage(168, 0, 65536),
+    ("forward_kernel", "sm_90", 128): Usage(248, 0, 131072),
+    ("forward_kernel", "gfx942", 64): Usage(172, 0, 32768),
+    ("forward_kernel", "gfx942", 128): Usage(236, 0, 49152),
+    ("backward_query_kernel", "sm_80", 64): Usage(212, 0, 49152),
+    ("backward_query_kernel", "sm_80", 128): Usage(255, 0, 53248),
+    ("backward_query_kernel", "sm_90", 64): Usage(156, 0, 81920),
+    ("backward_query_kernel", "sm_90", 128): Usage(240, 0, 163840),
+    ("backward_query_kernel", "gfx942", 64): Usage(244, 0, 32768),
+    ("backward_query_kernel", "gfx942", 128): Usage(280, 0, 20480),
+    ("backward_key_value_kernel", "sm_80", 64): Usage(255, 0, 29188),
+    ("backward_key_value_kernel", "sm_80", 128): Usage(255, 0, 74756),
+    ("backward_key_value_kernel", "sm_90", 64): Usage(232, 0, 66564),
+    ("backward_key_value_kernel", "sm_90", 128): Usage(240, 0, 98820),
+    ("backward_key_value_kernel", "gfx942", 64): Usage(332, 0, 12288),
+    ("backward_key_value_kernel", "gfx942", 128): Usage(512, 0, 20480),
+}
 
 
 def options(**changes: Any) -> Options:
