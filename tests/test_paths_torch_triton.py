@@ -263,7 +263,7 @@ def test_compiled_for_changing_shapes(dynamic: bool, graphs: int) -> None:
     implementations.load_implementations()  # which a graph cannot
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    mask = torch.as_tensor(some_mask(7, 1, 1, 41))
+    mask = torch.as_tensor(some_mask(7, 1, 1, 53))
 
     def function(name: str) -> Callable[..., Any]:
         def attend(query: Any, key: Any, value: Any, gates: Any, heads: Any, offset: Any) -> Any:
