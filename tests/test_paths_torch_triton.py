@@ -254,8 +254,8 @@ def test_transforms_are_refused(capture: str) -> None:
         captured(*tensors)
 
 
-# With one graph for all shapes, or one for each.
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (False, 3)])
+# With graphs that serve several of the three shapes, or one for each.
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
 def test_compiled_for_changing_shapes(dynamic: bool, graphs: int) -> None:
     """Values and gradients, of one graph without breaks."""
     from torch._dynamo.testing import CompileCounterWithBackend
