@@ -198,12 +198,14 @@ def test_left_padding(
 def test_dense_masks_step_by_step(implementation: str | None) -> None:
     """Of the whole cache `(B, 1, S)`, without causality, and with indices that are numbers."""
     layer = decoder(**LAYERS["rotary"], implementation=implementation)
+    with_scores = decoder(**LAYERS["rotary"])  # of whichever implementation has them
+    with_scores.set_weights(layer.get_weights())
     x = ops.convert_to_tensor(floats(B, N, D))
     expected = to_numpy(layer(x, use_causal_mask=True))
     cache = empty_cache(layer)
     for index in range(N):
         mask = np.broadcast_to(np.arange(SLOTS) <= index, (B, 1, SLOTS))
-        output, scores, cache, routing = layer(
+        output, scores, cache, routing = with_scores(
             x[:, index : index + 1],
             attention_mask=mask,
             cache=cache,
