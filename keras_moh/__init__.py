@@ -13,6 +13,7 @@ from keras_moh.conversion import (
 from keras_moh.errors import UnsupportedError
 from keras_moh.flops import AttentionFLOPs, PartFLOPs, attention_flops
 from keras_moh.moh_attention import MoHAttention
+from keras_moh.rotary_embedding import RotaryEmbedding
 from keras_moh.routed_attention import routed_attention
 from keras_moh.routing import (
     QueryNormRouter,
@@ -37,6 +38,7 @@ __all__ = [
     "MoHQwen3Attention",
     "PartFLOPs",
     "QueryNormRouter",
+    "RotaryEmbedding",
     "Router",
     "Routing",
     "TwoStageRouter",

@@ -60,6 +60,7 @@ from keras_moh.projections import (
     output_projection,
     skips_projections,
 )
+from keras_moh.rotary_embedding import check_rotary_embedding, rotate, rotate_rows
 from keras_moh.routed_attention import attention_spec
 from keras_moh.routing import (
     QueryNormRouter,
@@ -123,7 +124,10 @@ class MoHAttention(keras.layers.Layer):
         z_loss_weight: Weight of the router z-loss (see `router_z_loss`), likewise. Defaults to 0.
         qk_norm: Normalization of each head's query and key, with epsilon 1e-5: `True` for layer
             normalization, `"rms"` for RMS normalization. Defaults to `False`.
-        rotary_embedding: Not implemented yet: only `None`.
+        rotary_embedding: A layer that turns queries and keys by their positions, after `qk_norm`:
+            `keras_moh.RotaryEmbedding`, `keras_hub.layers.RotaryEmbedding`, or another whose call
+            takes `(inputs (B, T, H, d), start_index=0, positions=None)`. Needs a single attention
+            axis. Defaults to `None`.
         attention_axes: Axes of the inputs over which to attend, an integer or a tuple. Defaults to
             `None`: all between batch and features.
         sliding_window: If given, a query attends only to keys less than this many positions away,
@@ -246,11 +250,9 @@ class MoHAttention(keras.layers.Layer):
         if not isinstance(qk_norm, (bool, str)) or qk_norm not in (True, False, "rms"):
             raise invalid_argument("qk_norm", "True, False or 'rms'", qk_norm)
         self.qk_norm = qk_norm
-        if rotary_embedding is not None:
-            raise NotImplementedError(
-                "Argument `rotary_embedding` is not implemented yet. Received: "
-                f"rotary_embedding={rotary_embedding!r}"
-            )
+        if isinstance(rotary_embedding, dict):
+            rotary_embedding = keras.saving.deserialize_keras_object(rotary_embedding)
+        self.rotary_embedding = check_rotary_embedding(rotary_embedding)
         self.attention_axes = check_attention_axes(attention_axes)
         self.sliding_window = optional_integer("sliding_window", sliding_window, 1)
         self.implementation = check_implementation(implementation)
@@ -391,11 +393,13 @@ class MoHAttention(keras.layers.Layer):
         rank = len(query_shape)
         self._axes = resolve_attention_axes(self.attention_axes, rank)
         check_input_shapes(query_shape, value_shape, key_shape, batch_axes(self._axes, rank))
-        if self.sliding_window is not None and len(self._axes) > 1:
-            raise ValueError(
-                "Argument `sliding_window` needs a single attention axis. Received: "
-                f"sliding_window={self.sliding_window} with attention axes {self._axes}"
-            )
+        for name in ("sliding_window", "rotary_embedding"):
+            value = getattr(self, name)
+            if value is not None and len(self._axes) > 1:
+                raise ValueError(
+                    f"Argument `{name}` needs a single attention axis. Received: "
+                    f"{name}={value} with attention axes {self._axes}"
+                )
         self._rank = rank
         self._features = (query_shape[-1], value_shape[-1], key_shape[-1])
         # Rematerialization, if any, is of the whole computation: within it the parts are plain.
@@ -403,6 +407,8 @@ class MoHAttention(keras.layers.Layer):
             self._build_projections(query_shape, value_shape, key_shape)
         if self.router is not None and not self.router.built:
             self.router.build(query_shape)
+        if self.rotary_embedding is not None and not self.rotary_embedding.built:
+            self.rotary_embedding.build((None, None, self.num_heads, self.key_dim))
         load_implementations()
 
     def _build_projections(self, query_shape: Any, value_shape: Any, key_shape: Any) -> None:
@@ -542,6 +548,7 @@ class MoHAttention(keras.layers.Layer):
     ) -> dict[str, Any]:
         """The computation of a call, without effects: its results by name, those asked for."""
         results = {}
+        start = 0  # position of the first query, and of the first key
         tokens, key = without_padding(query, query_mask), without_padding(key, key_mask)
         value = without_padding(value, key_mask)
         query_heads, routed_by = None, {}
@@ -560,6 +567,8 @@ class MoHAttention(keras.layers.Layer):
         if self.qk_norm:
             key_heads = self.key_norm(key_heads)
         key_heads, value_heads = self._fold(key_heads), self._fold(self._value_dense(value))
+        if self.rotary_embedding is not None:
+            key_heads = rotate(self.rotary_embedding, key_heads, start)
         routing = Routing(*map(self._fold, routing))
         if query_mask is not None:
             # A padded query has no output: by its gates, since in the mask, where its scores need
@@ -574,7 +583,7 @@ class MoHAttention(keras.layers.Layer):
             mask=mask,
             is_causal=is_causal,
             scale=1.0 / math.sqrt(self.key_dim),
-            causal_offset=0,
+            causal_offset=start,
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
@@ -601,6 +610,9 @@ class MoHAttention(keras.layers.Layer):
             )
             if self.qk_norm:
                 query_rows = self.query_norm(query_rows)
+            if self.rotary_embedding is not None:
+                positions = rows.positions + start
+                query_rows = rotate_rows(self.rotary_embedding, query_rows, positions)
             head_outputs = implementation.attend_rows(query_rows, *arguments, rows.plan, options)
             output = self._unfold(rows.combine(head_outputs, self._output_dense), query)
         else:
@@ -608,9 +620,10 @@ class MoHAttention(keras.layers.Layer):
                 query_heads = self._query_dense(tokens)
             if self.qk_norm:
                 query_heads = self.query_norm(query_heads)
-            head_outputs, scores = implementation.attend(
-                self._fold(query_heads), *arguments, options
-            )
+            query_heads = self._fold(query_heads)
+            if self.rotary_embedding is not None:
+                query_heads = rotate(self.rotary_embedding, query_heads, start)
+            head_outputs, scores = implementation.attend(query_heads, *arguments, options)
             output = self._output_dense(self._unfold(head_outputs, query))
             if with_attention_scores:
                 results["attention_scores"] = unfold_scores(
@@ -803,7 +816,7 @@ class MoHAttention(keras.layers.Layer):
             "balance_loss_weight": self.balance_loss_weight,
             "z_loss_weight": self.z_loss_weight,
             "qk_norm": self.qk_norm,
-            "rotary_embedding": None,
+            "rotary_embedding": keras.saving.serialize_keras_object(self.rotary_embedding),
             "attention_axes": self.attention_axes,
             "sliding_window": self.sliding_window,
             "implementation": self.implementation,

@@ -77,6 +77,11 @@ class RowProjections:
         self._implementation = implementation
         self.plan = implementation.plan(heads, num_heads)
 
+    @property
+    def positions(self) -> Any:
+        """Of each row the position `t` of its token."""
+        return self._implementation.positions(self.plan)
+
     def project(self, tokens: Any, projection: keras.layers.EinsumDense) -> Any:
         """The rows of `tokens (B, T, D)` in the heads that they took."""
         kernel, bias = _weights(projection)

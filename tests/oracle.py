@@ -220,6 +220,20 @@ def attend_gradients(
     return by_query, by_key, by_value, (outputs * cotangent).sum(axis=-1)
 
 
+def rotate(
+    x: np.ndarray, max_wavelength: float, scaling_factor: float = 1, start: int = 0
+) -> np.ndarray:
+    """Rotary position embedding of `(B, T, H, d)`, one pair of features after another."""
+    rotated = np.zeros(x.shape)
+    half = x.shape[-1] // 2
+    for t, i in np.ndindex(x.shape[1], half):
+        angle = (t + start) / scaling_factor * max_wavelength ** (-i / half)
+        point = x[:, t, :, i] + 1j * x[:, t, :, i + half]
+        turned = point * np.exp(1j * angle)
+        rotated[:, t, :, i], rotated[:, t, :, i + half] = turned.real, turned.imag
+    return rotated
+
+
 class Output(NamedTuple):
     """What the layer computes."""
 
@@ -247,7 +261,8 @@ def layer(
     use_causal_mask: bool = False,
     sliding_window: int | None = None,
     fraction: np.ndarray | None = None,
-    router: str = "two_stage",
+    router: str | None = "two_stage",
+    rotary: tuple[float, float] | None = None,
     constants: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Output:
     """The whole layer on inputs `(B, T, D)`; `num_shared_heads=None` is plain attention.
@@ -276,6 +291,8 @@ def layer(
     projected = q
     if qk_norm:
         q, k = _norm(q, "query_norm", weights, qk_norm), _norm(k, "key_norm", weights, qk_norm)
+    if rotary is not None:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
     (B, T, H, _), S = q.shape, k.shape[1]
 
     mask = np.broadcast_to(allowed(T, S, use_causal_mask, 0, sliding_window), (B, H, T, S))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_moh
-from keras_moh import MoHAttention, TwoStageRouter
+from keras_moh import MoHAttention, RotaryEmbedding, TwoStageRouter
 
 VALID = {"num_heads": 6, "key_dim": 3, "num_shared_heads": 2, "top_k": 2}
 NOT_A_COUNT = [0, -2, True, 1.5, 2.0, "3", [3], np.ones(2)]
@@ -62,6 +62,10 @@ CONSTRUCTOR = [
     Invalid("balance_loss_weight", NOT_A_WEIGHT, "a finite number of at least 0"),
     Invalid("z_loss_weight", NOT_A_WEIGHT, "a finite number of at least 0"),
     Invalid("qk_norm", ["layer", "RMS", 1.5, None, [True], np.ones(2)], "True, False or 'rms'"),
+    Invalid(
+        *("rotary_embedding", [True, "rope", 10000.0, {}, keras.layers.Dense(3), RotaryEmbedding]),
+        "(inputs, start_index=0, positions=None)",
+    ),
     Invalid("attention_axes", [1.5, "1", True, (), (1, 1), [1.0], np.ones(2)], "distinct integers"),
     Invalid("sliding_window", NOT_A_COUNT, "a positive integer"),
     Invalid("implementation", ["nope", 3, True, ["reference"], np.ones(2)], "'reference'"),
@@ -126,16 +130,6 @@ def test_router_constructor_refuses(name):
     with pytest.raises(ValueError, match=rf"`{name}`.*Received: {name}=1\.5") as error:
         TwoStageRouter(**arguments)
     one_line(error)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rotary_embedding", {"rotary_dim": 2})],
-)
-def test_constructor_names_what_is_not_implemented_yet(name, value):
-    with pytest.raises(NotImplementedError, match=f"`{name}`.*Received: {name}=") as error:
-        MoHAttention(**{**VALID, name: value})
-    assert repr(value) in one_line(error)
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

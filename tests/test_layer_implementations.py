@@ -138,6 +138,11 @@ def some_mask(*shape: int) -> np.ndarray:
     return mask
 
 
+def rotary_embedding() -> dict[str, Any]:
+    """In the form of a config, since a layer is of one model."""
+    return keras.saving.serialize_keras_object(keras_moh.RotaryEmbedding(50.0))
+
+
 CROSS = ((B, T, D), (B, S, 13), (B, S, 17))
 RANK_4 = ((B, 3, T, D),)
 NO_ROUTER = {"router": None, "num_shared_heads": None, "top_k": None}
@@ -216,6 +221,18 @@ CASES = {
         {"router": "query_norm", "attention_axes": 2}, RANK_4, {"use_causal_mask": True}
     ),
     "query norm, rematerialized": Case({"router": "query_norm"}, scope="full"),
+    "rotary": Case({"key_dim": 4, "rotary_embedding": rotary_embedding()}, CROSS),
+    "rotary, layer norm, groups, padding, causal": Case(
+        {**GROUPS, "key_dim": 4, "rotary_embedding": rotary_embedding(), "qk_norm": True},
+        call={"query_mask": padding(3, 5, length=T), "use_causal_mask": True},
+    ),
+    "rotary, query norm, rank 4, first axis": Case(
+        {
+            **{"router": "query_norm", "key_dim": 4, "rotary_embedding": rotary_embedding()},
+            **{"attention_axes": 1, "qk_norm": "rms", "sliding_window": 2},
+        },
+        RANK_4,
+    ),
     "no router": Case(NO_ROUTER),
     "no router, causal": Case(
         {**NO_ROUTER, "num_key_value_heads": 2}, call={"use_causal_mask": True}
@@ -276,6 +293,7 @@ def check(name: str, variant: Variant, policy: str) -> None:
 
 
 IN_LOW_PRECISION = (
+    "rotary, layer norm, groups, padding, causal",
     "layer norm, groups, padding",
     "every mask",
     "query norm, groups, layer norm, padding",

@@ -21,6 +21,7 @@ EXAMPLES = 20 if keras.backend.backend() == "jax" else 50
 LENGTHS = (1, 2, 3, 5, 7, 11, 13)
 # Heads and key/value heads: attention with many, with grouped and with a single one.
 HEADS = ((1, 1), (2, 1), (3, 3), (4, 2), (5, 5), (6, 2), (6, 3), (7, 1), (8, 4))
+WAVES = (50.0, 2.0)  # of a rotary embedding: longest wavelength, scaling factor
 ROUTER_MARGIN = 1e-6  # probabilities nearer than this may be swapped by float32
 # Relative to the largest entry. Of the 8 and 11 bits of the half dtypes, logits lose some more.
 TOLERANCES = {
@@ -91,6 +92,7 @@ class Case:
         }
         arguments["routing_groups"] = self.arguments.get("routing_groups", 1)
         arguments["router"] = self.arguments["router"]
+        arguments["rotary"] = WAVES if self.arguments.get("rotary_embedding") else None
         arguments |= further or {}
         if self.arguments["router"] is None:
             arguments |= {"num_shared_heads": None, "top_k": 0}
@@ -98,6 +100,11 @@ class Case:
         return oracle.layer(
             weights, *(inputs or self.inputs), **arguments, **self.masks, **self.call
         )
+
+
+def rotary_embedding() -> dict[str, Any]:
+    """In the form of a config: a layer is of one model, and of one process."""
+    return keras.saving.serialize_keras_object(keras_moh.RotaryEmbedding(*WAVES))
 
 
 @st.composite
@@ -110,6 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
     length = H // routing_groups
     shared = draw(st.integers(0, length))
     routed = draw(st.integers(1, length - shared)) if shared < length else 0
+    rotary = draw(st.booleans())
+    d = 2 * d if rotary else d
     router = draw(st.sampled_from(["two_stage", "two_stage", "query_norm", None]))
 
     shapes = [(B, T, D), (B, S, D_value), (B, S, D_key)][: draw(st.integers(1, 3))]
@@ -134,6 +143,7 @@ def cases(draw: st.DrawFn) -> Case:
         "sliding_window": draw(st.none() | st.integers(1, max(T, S))),
         # Of a short vector the variance may be tiny, and the norm then magnifies rounding.
         "qk_norm": draw(st.sampled_from([False, True, "rms"])) if d >= 5 else False,
+        "rotary_embedding": rotary_embedding() if rotary else None,
         "router": router,
         "num_shared_heads": routing_groups * shared if router else None,
         "top_k": routing_groups * routed if router else None,
@@ -504,6 +514,8 @@ GRADIENT_CASES = {
             "qk_norm": "rms",
             "output_shape": (3, 2),
             "sliding_window": 2,
+            "key_dim": 4,
+            "rotary_embedding": rotary_embedding(),
         },
         ((B, T, D), (B, S, D)),
         {},
@@ -569,6 +581,8 @@ GRADIENT_CASES = {
             "top_k": 2,
             "routing_groups": 2,
             "qk_norm": "rms",
+            "key_dim": 6,
+            "rotary_embedding": rotary_embedding(),
         },
         ((B, T, D), (B, S, D)),
         {},

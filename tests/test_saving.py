@@ -14,7 +14,7 @@ import pytest
 from helpers import to_numpy
 from samples import ARGUMENTS, B, D, S, T, floats, moh_attention
 
-from keras_moh import MoHAttention, QueryNormRouter, Router, TwoStageRouter
+from keras_moh import MoHAttention, QueryNormRouter, RotaryEmbedding, Router, TwoStageRouter
 
 SAVED = Path(__file__).parent / "saved"
 
@@ -22,9 +22,10 @@ SAVED = Path(__file__).parent / "saved"
 EVERY_ARGUMENT = {
     **{"num_heads": 6, "key_dim": 3, "num_shared_heads": 2, "top_k": 2, "num_key_value_heads": 3},
     **{"value_dim": 5, "output_shape": (7, 2), "dropout": 0.25, "use_bias": False},
-    **{"router": "two_stage", "routing_groups": 2, "rotary_embedding": None},
+    **{"router": "two_stage", "routing_groups": 2},
     **{"balance_loss_weight": 0.2, "z_loss_weight": 0.1, "qk_norm": "rms"},
     **{"attention_axes": (2,), "sliding_window": 3, "implementation": "reference"},
+    "rotary_embedding": RotaryEmbedding(500.0, 4.0, name="turn"),
     "kernel_initializer": keras.initializers.HeNormal(seed=4),
     "bias_initializer": keras.initializers.Constant(0.5),
     "kernel_regularizer": keras.regularizers.L1L2(0.1, 0.2),
@@ -60,6 +61,8 @@ def test_every_argument_is_in_the_config():
     for name, value in EVERY_ARGUMENT.items():
         if isinstance(value, keras.initializers.Initializer | keras.regularizers.Regularizer):
             assert config[name]["config"] == value.get_config()
+        elif isinstance(value, RotaryEmbedding):
+            assert config[name]["config"]["scaling_factor"] == 4.0
         elif isinstance(value, keras.constraints.Constraint):
             assert config[name]["class_name"] == type(value).__name__
         else:
@@ -145,6 +148,7 @@ KINDS = {
     "two stages": {},
     "groups of heads": {"routing_groups": 2},
     "query norm": {"router": "query_norm"},
+    "rotary": {"key_dim": 4, "rotary_embedding": RotaryEmbedding(50.0)},
     "everything": {
         "num_key_value_heads": 2,
         "value_dim": 5,
@@ -265,5 +269,5 @@ def test_files_are_of_three_different_models():
 
 
 def test_router_classes_are_registered():
-    for cls in (MoHAttention, QueryNormRouter, TwoStageRouter, Router):
+    for cls in (MoHAttention, QueryNormRouter, RotaryEmbedding, Router, TwoStageRouter):
         assert keras.saving.get_registered_object(f"keras_moh>{cls.__name__}") is cls

@@ -9,7 +9,8 @@ in order of preference. A module has two functions:
   describes it, with `None` for the scores if it does not keep them.
 
 One that can leave out the projections of heads not taken works on rows of its own making, and has
-the functions `plan`, `project`, `take`, `attend_rows` and `combine` as well (see `torch_sdpa.py`).
+the functions `plan`, `positions`, `project`, `take`, `attend_rows` and
+`combine` as well (see `torch_sdpa.py`).
 
 What to run is decided before the call, by data that can be printed, never by trying: the first of
 the table that can serve the call, and that `costs.py` expects to be worth it. Modules are imported

@@ -98,6 +98,11 @@ def plan(heads: torch.Tensor, num_heads: int) -> Plan:
     return Plan(num_heads, batch, length, tokens * num_heads + of_head, counts, runs)
 
 
+def positions(plan: Plan) -> torch.Tensor:
+    """The position `t` of each row's token, `(R,)`."""
+    return plan.places // plan.num_heads % plan.length
+
+
 def take(dense: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The rows `(R, d)` of `(B, T, H, d)`."""
     return dense.reshape(-1, dense.shape[-1]).index_select(0, plan.places)
@@ -338,7 +343,7 @@ def _chunks(
         and options.causal_offset == 0
     )
     if not whole:
-        token = plan.places // plan.num_heads % plan.length
+        token = positions(plan)
         query_position = token + options.causal_offset
         key_position = torch.arange(length, device=key.device)
         # As a list too: asking a tensor for single numbers would take longer than attending.
