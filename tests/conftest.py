@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         backend = keras.backend.backend()
         if backend != expected:
             raise pytest.UsageError(f"these tests are for {expected}, but Keras uses {backend}")
-        # keras-hub brings TensorFlow along, on every backend: so its tests have a session of their own.
+        # keras-hub brings TensorFlow along on every backend: its tests have their own session.
         allowed = "KERAS_MOH_OTHERS_ALLOWED" in os.environ
         others = sorted(filter(is_installed, FRAMEWORKS - {expected}))
         if others and not allowed:
