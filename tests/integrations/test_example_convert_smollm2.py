@@ -38,7 +38,7 @@ def run_example(*arguments):
 
 
 def make_weights():
-    """By the names of the file, kernels transposed as there, but the features of a head in halves."""
+    """Named and laid out as in the file, but for the order of the features of a head."""
     random = np.random.default_rng(0)
     shapes = {"token_embd": (len(TOKENS), WIDTH), "output_norm": (WIDTH,)}
     for i in range(LAYERS):
