@@ -1,5 +1,6 @@
 """Mixture-of-Head attention (arXiv 2410.11842) for Keras 3, on TensorFlow, JAX and PyTorch."""
 
+from keras_moh import models
 from keras_moh.conversion import (
     ConversionReport,
     MoHCachedMultiHeadAttention,
@@ -47,6 +48,7 @@ __all__ = [
     "attention_flops",
     "convert_to_moh",
     "load_balancing_loss",
+    "models",
     "routed_attention",
     "router_z_loss",
 ]

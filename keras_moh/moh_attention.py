@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_moh.cache import check_cache, padding_masks, without_unseen, write
 from keras_moh.errors import (
     boolean,
     constraint,
@@ -152,7 +153,8 @@ class MoHAttention(keras.layers.Layer):
         query_mask: Boolean `(B, T)`, `False` at padded queries: their head outputs are 0, and no
             loss counts them. In self-attention it masks the keys too. Defaults to the Keras mask
             attached to `query`, and is attached to the output.
-        value_mask: Boolean `(B, S)`, `False` at padded keys. Defaults likewise.
+        value_mask: Boolean `(B, S)`, `False` at padded keys. Defaults likewise. With a cache it
+            has one entry for each token of the call, or for each slot of the cache.
         key_mask: Boolean `(B, S)`, combined with `value_mask`. Defaults likewise.
         attention_mask: `True` (or 1) where a query may attend to a key: `(T, S)`, `(B, T, S)` or
             `(B, H, T, S)`, each length being 1 or full.
@@ -162,21 +164,27 @@ class MoHAttention(keras.layers.Layer):
             surrounding model.
         use_causal_mask: Whether query `t` attends only to keys up to `t`. Needs a single attention
             axis. Defaults to `False`.
-        cache: Not implemented yet: only `None`.
-        cache_update_index: Not implemented yet: only `None`.
+        cache: `(B, 2, S, G, d)`, the keys (at index 0) and values of `S` positions, as in
+            keras-hub: the call attends to these, and all masks are of them. Needs inputs of rank
+            3, and `value_dim` to be `key_dim`. Slots that causality and masks hide from every query
+            may hold anything. Defaults to `None`.
+        cache_update_index: Position of the first token of the call, an integer or a scalar tensor:
+            keys and values of the call are written into the cache from there on, and causality,
+            window and rotary embedding count from there. Defaults to `None`, with which the cache
+            is read, and `value` and `key` are not.
 
     Returns:
-        `output`, or a tuple `(output[, attention_scores][, routing])`:
+        `output`, or a tuple `(output[, attention_scores][, cache][, routing])`:
 
         - `output`: `(B, T, D)`, or `(B, T, *output_shape)`. Where a query may attend to no key it
           is the bias of the output projection.
         - `attention_scores`: `(B, H, T, S)`, the softmax of every head before gates and dropout.
+        - `cache`: if one was given, with the keys and values of this call.
         - `routing`: a `Routing` of heads `(B, T, K)`, gates `(B, T, K)` and probabilities
           `(B, T, E)`.
 
     Raises:
         ValueError: for an argument, a shape or a mask that is not as above.
-        NotImplementedError: for an argument that is not implemented yet.
         UnsupportedError: if the implementation of that name cannot serve the call.
 
     Example:
@@ -192,6 +200,15 @@ class MoHAttention(keras.layers.Layer):
     ... ])
     >>> tuple(model(np.array([[5, 8, 2, 0, 0]])).shape)
     (1, 32)
+
+    With a cache, a prompt of five tokens and then a sixth:
+
+    >>> decoder = keras_moh.MoHAttention(8, 4, num_shared_heads=2, top_k=2)
+    >>> x, cache = np.ones((1, 6, 32), "float32"), np.zeros((1, 2, 9, 8, 4), "float32")
+    >>> _, cache = decoder(x[:, :5], use_causal_mask=True, cache=cache, cache_update_index=0)
+    >>> output, cache = decoder(x[:, 5:], use_causal_mask=True, cache=cache, cache_update_index=5)
+    >>> tuple(output.shape), tuple(cache.shape)
+    ((1, 1, 32), (1, 2, 9, 8, 4))
     """
 
     def __init__(
@@ -478,19 +495,21 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """Attend; see the class for arguments and results."""
-        _refuse_cache(cache, cache_update_index)
         is_self_attention = value is None
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
-        self._check_call(inputs, attention_mask, use_causal_mask)
+        index = self._check_call(inputs, attention_mask, use_causal_mask, cache, cache_update_index)
         query, value, key, query_mask, value_mask, key_mask = inputs
         query_mask = as_boolean(query_mask)
-        key_mask = merge(
-            query_mask if is_self_attention else None, as_boolean(value_mask), as_boolean(key_mask)
-        )
-        mask = merge(
-            self._folded_attention_mask(attention_mask, query, key),
-            self._folded_padding(key_mask, (1, 2)),
-        )
+        own_mask = query_mask if is_self_attention else None
+        key_masks = (as_boolean(value_mask), as_boolean(key_mask))
+        if cache is None:
+            key_mask = merge(own_mask, *key_masks)
+            mask = self._folded_padding(key_mask, (1, 2))
+        else:
+            key_mask, slot_mask = padding_masks(key_masks, own_mask, cache, index, key)
+            mask = self._folded_padding(slot_mask, (1, 2))
+        attended = key if cache is None else cache[:, 0]
+        mask = merge(self._folded_attention_mask(attention_mask, query, attended), mask)
         # The seed is drawn here, once: a rematerialized computation may not change the generator,
         # and has to repeat the same dropout.
         training = bool(training)
@@ -506,6 +525,8 @@ class MoHAttention(keras.layers.Layer):
                 key_mask=key_mask,
                 mask=mask,
                 is_causal=bool(use_causal_mask),
+                cache=cache,
+                index=index,
                 dropout=self.dropout if drop else 0.0,
                 seed=seed,
                 with_router_scores=training and self.z_loss_weight > 0,
@@ -527,6 +548,8 @@ class MoHAttention(keras.layers.Layer):
         returned = ["output"]
         if return_attention_scores:
             returned.append("attention_scores")
+        if cache is not None:
+            returned.append("cache")
         if return_routing:
             returned.append("routing")
         return _one_or_tuple([results[name] for name in returned])
@@ -541,6 +564,8 @@ class MoHAttention(keras.layers.Layer):
         key_mask: Any,
         mask: Any,
         is_causal: bool,
+        cache: Any,
+        index: Any,
         dropout: float,
         seed: Any,
         with_router_scores: bool,
@@ -548,7 +573,7 @@ class MoHAttention(keras.layers.Layer):
     ) -> dict[str, Any]:
         """The computation of a call, without effects: its results by name, those asked for."""
         results = {}
-        start = 0  # position of the first query, and of the first key
+        start = 0 if index is None else index  # position of the first query
         tokens, key = without_padding(query, query_mask), without_padding(key, key_mask)
         value = without_padding(value, key_mask)
         query_heads, routed_by = None, {}
@@ -563,12 +588,16 @@ class MoHAttention(keras.layers.Layer):
             routing = self.router(query, **routed_by)
         results["routing"] = routing
 
-        key_heads = self._key_dense(key)
-        if self.qk_norm:
-            key_heads = self.key_norm(key_heads)
-        key_heads, value_heads = self._fold(key_heads), self._fold(self._value_dense(value))
-        if self.rotary_embedding is not None:
-            key_heads = rotate(self.rotary_embedding, key_heads, start)
+        if cache is None or index is not None:
+            key_heads, value_heads = (
+                self._key_heads(key, start),
+                self._fold(self._value_dense(value)),
+            )
+        if cache is not None:
+            if index is not None:
+                cache = write(cache, key_heads, value_heads, index)
+            key_heads, value_heads = cache[:, 0], cache[:, 1]
+            results["cache"] = cache
         routing = Routing(*map(self._fold, routing))
         if query_mask is not None:
             # A padded query has no output: by its gates, since in the mask, where its scores need
@@ -596,6 +625,11 @@ class MoHAttention(keras.layers.Layer):
             *(with_attention_scores, self.routing_groups),
         )
         implementation = choose_implementation(spec, self.implementation)
+        if cache is not None and not getattr(implementation, "READS_ONLY_SEEN_KEYS", False):
+            key_heads, value_heads = without_unseen(
+                *(key_heads, value_heads, mask, ops.shape(query)[1]),
+                *(is_causal, start, self.sliding_window),
+            )
         arguments = (key_heads, value_heads, routing.heads, routing.gates)
         # Queries that the router has seen are there already, in all heads.
         projections = [self._output_dense]
@@ -631,6 +665,16 @@ class MoHAttention(keras.layers.Layer):
                 )
         results["output"] = output
         return results
+
+    def _key_heads(self, key: Any, start: Any) -> Any:
+        """The folded keys of tokens of which the first stands at position `start`."""
+        heads = self._key_dense(key)
+        if self.qk_norm:
+            heads = self.key_norm(heads)
+        heads = self._fold(heads)
+        if self.rotary_embedding is not None:
+            heads = rotate(self.rotary_embedding, heads, start)
+        return heads
 
     def _fold(self, x: Any) -> Any:
         return fold(x, self._axes, self._rank)
@@ -741,14 +785,15 @@ class MoHAttention(keras.layers.Layer):
         cache_update_index: Any = None,
     ) -> Any:
         """The symbolic results of a symbolic call."""
-        _refuse_cache(cache, cache_update_index)
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
-        self._check_call(inputs, attention_mask, use_causal_mask)
+        self._check_call(inputs, attention_mask, use_causal_mask, cache, cache_update_index)
         dtype = self.compute_dtype
         results = [keras.KerasTensor(self.compute_output_shape(query.shape), dtype=dtype)]
         if return_attention_scores:
-            shape = scores_shape(query.shape, inputs.key.shape, self.num_heads, self._axes)
+            shape = self._scores_shape(query.shape, inputs.key.shape, cache)
             results.append(keras.KerasTensor(shape, dtype=dtype))
+        if cache is not None:
+            results.append(keras.KerasTensor(cache.shape, dtype=dtype))
         if return_routing:
             results.append(self._routing_spec(query))
         return _one_or_tuple(results)
@@ -762,8 +807,24 @@ class MoHAttention(keras.layers.Layer):
         query_heads = keras.KerasTensor(shape, dtype=self.compute_dtype)
         return self.router.compute_output_spec(query, query=query_heads)
 
-    def _check_call(self, inputs: _Inputs, attention_mask: Any, use_causal_mask: bool) -> None:
-        """Check the arguments of a call by their static shapes, which symbolic ones have too."""
+    def _scores_shape(self, query_shape: Any, key_shape: Any, cache: Any) -> tuple[Any, ...]:
+        if cache is not None:
+            key_shape = (cache.shape[0], cache.shape[2])
+        return scores_shape(query_shape, key_shape, self.num_heads, self._axes)
+
+    def _check_call(
+        self,
+        inputs: _Inputs,
+        attention_mask: Any,
+        use_causal_mask: bool,
+        cache: Any,
+        cache_update_index: Any,
+    ) -> Any:
+        """Check the arguments of a call by their static shapes, which symbolic ones have too.
+
+        Returns:
+            The index, a number as an `int`.
+        """
         for name, x in (*inputs._asdict().items(), ("attention_mask", attention_mask)):
             if x is not None and not hasattr(x, "shape"):
                 raise invalid_argument(name, "a tensor", x)
@@ -787,16 +848,31 @@ class MoHAttention(keras.layers.Layer):
                 "Argument `use_causal_mask` needs a single attention axis. Received: "
                 f"use_causal_mask={use_causal_mask} with attention axes {self._axes}"
             )
+        if cache is not None and self._rank != 3:
+            raise ValueError(
+                "Argument `cache` needs inputs of rank 3. Received: a cache with inputs of rank "
+                f"{self._rank}"
+            )
+        index = check_cache(
+            *(cache, cache_update_index, shapes[0][0], shapes[2][1]),
+            *(self.num_key_value_heads, self.key_dim, self.value_dim),
+        )
         for name, shape in zip(("query", "value", "key"), shapes, strict=True):
+            valid = [shape[:-1]]
+            if cache is not None and name != "query":
+                of_slots = (cache.shape[0], cache.shape[2])
+                valid = [of_slots] if index is None else [*valid, of_slots]
             mask = getattr(inputs, f"{name}_mask")
-            if mask is not None and not same_shape(shape[:-1], mask.shape):
+            if mask is not None and not any(same_shape(each, mask.shape) for each in valid):
                 raise ValueError(
                     f"Argument `{name}_mask` must have one entry per token, of shape "
-                    f"{shape[:-1]}. Received: {name}_mask.shape={tuple(mask.shape)}"
+                    f"{' or '.join(map(str, valid))}. Received: "
+                    f"{name}_mask.shape={tuple(mask.shape)}"
                 )
         if attention_mask is not None:
-            scores = scores_shape(shapes[0], shapes[2], self.num_heads, self._axes)
+            scores = self._scores_shape(shapes[0], shapes[2], cache)
             full_mask_shape(attention_mask.shape, scores, self._axes)
+        return index
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -876,15 +952,6 @@ def _with_defaults(
     elif key_mask is None:
         key_mask = attached_mask(key)
     return _Inputs(query, value, key, query_mask, value_mask, key_mask)
-
-
-def _refuse_cache(cache: Any, cache_update_index: Any) -> None:
-    for name, value in (("cache", cache), ("cache_update_index", cache_update_index)):
-        if value is not None:
-            raise NotImplementedError(
-                f"Argument `{name}` is not implemented yet. Received: {name} of type "
-                f"{type(value).__name__}"
-            )
 
 
 def _one_or_tuple(results: list[Any]) -> Any:

@@ -88,8 +88,7 @@ class RotaryEmbedding(keras.layers.Layer):
         else:
             positions = ops.cast(positions, dtype)
             _check_positions(positions, inputs)
-        exponents = ops.arange(0, width, 2, dtype=dtype) / width
-        frequencies = ops.power(ops.cast(self.max_wavelength, dtype), -exponents)
+        frequencies = self.frequencies(width, dtype)
         angles = ops.expand_dims(positions, -1) * (frequencies / self.scaling_factor)
         # One for each token, whatever axes are between tokens and features.
         between = tuple(range(len(angles.shape) - 1, len(angles.shape) + len(inputs.shape) - 4))
@@ -99,6 +98,11 @@ class RotaryEmbedding(keras.layers.Layer):
         return ops.concatenate(
             [first * cosines - second * sines, second * cosines + first * sines], axis=-1
         )
+
+    def frequencies(self, width: int, dtype: str) -> Any:
+        """The angles by which one position turns the pairs of features, `(width / 2,)`."""
+        exponents = ops.arange(0, width, 2, dtype=dtype) / width
+        return ops.power(ops.cast(self.max_wavelength, dtype), -exponents)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """The shape of the inputs."""

@@ -132,15 +132,6 @@ def test_router_constructor_refuses(name):
     one_line(error)
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
-@pytest.mark.parametrize("name", ["cache", "cache_update_index"])
-def test_call_names_what_is_not_implemented_yet(name, symbolic):
-    x = keras.Input((5, 11)) if symbolic else np.ones((2, 5, 11), "float32")
-    with pytest.raises(NotImplementedError, match=f"`{name}`.*Received: {name} of type") as error:
-        MoHAttention(**VALID)(x, **{name: x})
-    one_line(error)
-
-
 def test_unknown_constructor_argument():
     with pytest.raises(ValueError, match=r"Unrecognized keyword arguments.*MoHAttention.*use_gate"):
         MoHAttention(**VALID, use_gate=True)

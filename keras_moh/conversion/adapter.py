@@ -52,6 +52,14 @@ class Adapter(MoHAttention):
         raise NotImplementedError
 
     @classmethod
+    def shapes_of(cls, layer: keras.Layer) -> tuple[tuple[int | None, ...], ...]:
+        """The shapes that the adapter is to be built for: of the query, the value and the key."""
+        query, key, value, _ = projections(layer)
+        rank = len(query.equation.split(",")[0])
+        features = (projection.kernel.shape[0] for projection in (query, value, key))
+        return tuple((*[None] * (rank - 1), length) for length in features)
+
+    @classmethod
     def sublayers_of(cls, layer: keras.Layer) -> tuple[keras.Layer, ...]:
         """The sublayers of the source that have weights, in the order of `own_sublayers`."""
         return projections(layer)
@@ -85,12 +93,6 @@ def projections(layer: Any) -> tuple[keras.layers.EinsumDense, ...]:
     return (layer._query_dense, layer._key_dense, layer._value_dense, layer._output_dense)
 
 
-def features(layer: Any) -> tuple[int, int, int]:
-    """The features of query, value and key that a built source was built for."""
-    query, key, value, _ = projections(layer)
-    return (query.kernel.shape[0], value.kernel.shape[0], key.kernel.shape[0])
-
-
 def build_like(adapter: Adapter, layer: keras.Layer, config: dict[str, Any] | None = None) -> None:
     """Build `adapter` for the place of the built `layer`, its weights under the same paths.
 
@@ -106,8 +108,7 @@ def build_like(adapter: Adapter, layer: keras.Layer, config: dict[str, Any] | No
         if config is not None:
             adapter.build_from_config(config)
             return
-        rank = len(projections(layer)[0].equation.split(",")[0])
-        adapter.build(*((*[None] * (rank - 1), length) for length in features(layer)))
+        adapter.build(*adapter.shapes_of(layer))
 
 
 def replace(layer: keras.Layer, adapter: Adapter) -> None:

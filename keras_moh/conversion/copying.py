@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_moh.conversion.configs import completed
 from keras_moh.conversion.remembering import walk
 
 
@@ -22,7 +23,7 @@ def copy_model(model: keras.Model) -> keras.Model:
     # So that classes which are not registered, from a notebook for instance, are found as well.
     classes = {keras.saving.get_registered_name(type(layer)): type(layer) for layer in layers}
     try:
-        config = keras.saving.serialize_keras_object(model)
+        config = completed(keras.saving.serialize_keras_object(model), layers)
         config.pop("compile_config", None)
         # The lambdas in it, if any, are of the user's own process.
         copy = keras.saving.deserialize_keras_object(

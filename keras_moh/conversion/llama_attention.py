@@ -60,7 +60,7 @@ class LlamaRotaryEmbedding(RotaryEmbedding):
         )
 
     def frequencies(self, width: int, dtype: str) -> Any:
-        """The angles by which a position turns the `width / 2` pairs of features."""
+        """The angles by which one position turns the pairs of features, `(width / 2,)`."""
         fast = super().frequencies(width, dtype)
         slow = fast / self.frequency_adjustment_factor
         turns = self.pretraining_sequence_length * fast / (2 * math.pi)
@@ -132,6 +132,10 @@ class MoHLlamaAttention(Adapter):
             "kernel_initializer": layer.kernel_initializer,
             "rotary_embedding": _rotary_embedding(layer),
         }
+
+    @classmethod
+    def shapes_of(cls, layer: keras.Layer) -> tuple[tuple[int | None, ...], ...]:
+        return super().shapes_of(layer)[:1]
 
     def build(self, hidden_states_shape: Any) -> None:  # type: ignore[override]
         """Create the weights for `hidden_states` of that shape."""

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 
 from keras_moh.conversion.adapter import Adapter, build_like, class_name, replace
+from keras_moh.conversion.configs import left_out
 from keras_moh.keras_internals import children, refresh_variables
 
 Path = tuple[str, ...]
@@ -55,12 +56,13 @@ class Remembering(keras.Layer):
     def get_config(self) -> dict[str, Any]:
         """The config of the layer as it was, and the adapters in it."""
         source = source_class(self)
+        config = super().get_config()
         return {
             "source": {
                 "module": source.__module__,
                 "class_name": source.__name__,
                 "registered_name": keras.saving.get_registered_name(source),
-                "config": super().get_config(),
+                "config": {**config, **left_out(self, source, config)},
                 "build_config": self.get_build_config(),
             },
             "adapters": [

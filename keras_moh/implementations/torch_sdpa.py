@@ -5,7 +5,7 @@ positions, and the lists follow one another by head and batch entry. A list is a
 few queries over the keys of its batch entry, which PyTorch's fused kernel computes. Three things
 are saved around it:
 
-- Keys hidden by a padding mask are dropped before, rather than masked within.
+- Keys that no query may see are dropped before, rather than masked within.
 - Under causality or a window a list goes in chunks of rows, each over no more than the span of keys
   that some row of it sees. Only a chunk has a mask, never the whole.
 - The projections into and out of the heads, where the caller leaves them to `project` and
@@ -33,6 +33,8 @@ from keras_moh.implementations.spec import AttentionSpec, Options, needs_referen
 # Rows of a chunk where a chunk has a mask: short, so that keys beyond its last row are left out,
 # yet long enough for the kernel to run at its full rate.
 _CHUNK = 128
+# The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
+READS_ONLY_SEEN_KEYS = True
 # Kinds of devices that the fused kernel, with its logarithmic sums, is for.
 _FUSED_DEVICES = ("cpu",)
 
@@ -277,7 +279,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Any, key: Any, value: Any, plan: Plan, options: Options
     ) -> torch.Tensor:
-        visible = _visible_keys(key, options.mask)
+        visible = _visible_keys(key, plan, options)
         keys, values = _select(key, visible), _select(value, visible)
         output = torch.zeros_like(query)
         log_sums = query.new_zeros(len(query), dtype=_sum_dtype(query))
@@ -314,12 +316,29 @@ class _Attend(torch.autograd.Function):
         return by_query, by_key, by_value, None, None
 
 
-def _visible_keys(key: torch.Tensor, mask: torch.Tensor | None) -> list[Any]:
-    """The keys of each batch entry that padding leaves: all, or an index `(n,)`."""
+def _visible_keys(key: torch.Tensor, plan: Plan, options: Options) -> list[Any]:
+    """The keys of each batch entry that some query may see: a range, or an index `(n,)`."""
     batch, length = key.shape[:2]
-    if mask is None or mask.shape[2] != 1:
-        return [slice(0, length)] * batch
-    return [entry[0, 0].nonzero()[:, 0] for entry in mask.expand(batch, 1, 1, length)]
+    first = int(options.causal_offset)
+    last, low, high = first + plan.length - 1, 0, length
+    if options.sliding_window is not None:
+        low, high = first - options.sliding_window + 1, last + options.sliding_window
+    if options.is_causal:
+        high = min(high, last + 1)
+    low = min(max(low, 0), length)
+    high = min(max(high, low), length)
+    if options.mask is None:
+        return [slice(low, high)] * batch
+    seen = options.mask[:, 0].any(1).expand(batch, length)[:, low:high]
+    return [_as_range(entry.nonzero()[:, 0] + low) for entry in seen]
+
+
+def _as_range(keys: torch.Tensor) -> Any:
+    """Ascending numbers as a range if they are one: of that a view can be taken."""
+    if not len(keys):
+        return slice(0, 0)
+    start, stop = int(keys[0]), int(keys[-1]) + 1
+    return slice(start, stop) if stop - start == len(keys) else keys
 
 
 def _select(x: torch.Tensor, visible: list[Any]) -> list[torch.Tensor]:
@@ -334,7 +353,10 @@ def _chunks(
     mask = options.mask
     if mask is not None:
         mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
-    whole = mask is None and not options.is_causal and options.sliding_window is None
+    # A single query sees all that is visible.
+    whole = plan.length == 1 or (
+        mask is None and not options.is_causal and options.sliding_window is None
+    )
     # The kernel has causality of its own, for lists of all tokens.
     triangular = (
         options.mask is None
@@ -349,7 +371,8 @@ def _chunks(
         # As a list too: asking a tensor for single numbers would take longer than attending.
         query_list = query_position.tolist()
     key_lists = [
-        range(length) if isinstance(chosen, slice) else chosen.tolist() for chosen in visible
+        range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen.tolist()
+        for chosen in visible
     ]
     stop = 0
     for head, counts in enumerate(plan.counts):
@@ -370,7 +393,9 @@ def _chunks(
                     continue
                 bias = query.new_zeros((rows.stop - begin, some.stop - some.start))
                 if mask is not None:
-                    bias.masked_fill_(~mask[entry, token[rows]][:, some], -math.inf)
+                    bias.masked_fill_(
+                        ~mask[entry, token[rows]][:, visible[entry]][:, some], -math.inf
+                    )
                 for side in (slice(some.start, every.start), slice(every.stop, some.stop)):
                     distance = query_position[rows, None] - key_position[visible[entry]][side]
                     part = bias[:, side.start - some.start : side.stop - some.start]
