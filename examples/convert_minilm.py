@@ -21,6 +21,7 @@ It takes about MINUTES minutes on two cores.
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -379,8 +380,9 @@ def table(before: dict[str, dict[str, float]], after: dict[str, list[dict[str, f
     for name, results in before.items():
         rows.append([f"{name}, as it is", *(f"{results[m]:.3f}" for m in measures), ""])
     for name, runs in after.items():
-        ratios = [
-            run["R@1"] / control["R@1"] for run, control in zip(runs, after["100 %"], strict=True)
+        ratios = [  # of very few glosses, none may come first
+            run["R@1"] / control["R@1"] if control["R@1"] else math.nan
+            for run, control in zip(runs, after["100 %"], strict=True)
         ]
         rows.append(
             [
