@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from benchmarks.cases import Case
 from keras_moh import MoHAttention, convert_to_moh
@@ -90,11 +91,38 @@ def _weights_by_path(layer: keras.Layer) -> dict[str, keras.Variable]:
     return {weight.path.split("/", 1)[1]: weight for weight in layer.weights}
 
 
-def call(layer: keras.Layer, case: Case, tokens: Any) -> Any:
-    """The layer's output for `tokens`, as a user would ask for it."""
+def call(layer: keras.Layer, case: Case, tokens: Any, cache: Any = None) -> Any:
+    """The layer's output for `tokens`, as a user would ask for it; with a cache, that too."""
+    if case.cache:
+        index = case.cache - case.length if case.writes else None
+        if isinstance(layer, MoHAttention):
+            call = {"use_causal_mask": case.writes, "cache": cache, "cache_update_index": index}
+            output, cache = layer(tokens, **call)
+        else:
+            output, cache = _cached_step(layer, tokens, cache, index)
+        return [output, cache] if case.writes else output
     takes_a_value = isinstance(layer, Adapter) or not isinstance(layer, MoHAttention)
     inputs = (tokens, tokens) if takes_a_value else (tokens,)
     return layer(*inputs, use_causal_mask=case.is_causal, training=case.training)
+
+
+def _cached_step(layer: keras.Layer, tokens: Any, cache: Any, index: int | None) -> Any:
+    """One token by Keras's attention with a cache, as keras-hub adds it: by its fused function."""
+    key, value = cache[:, 0], cache[:, 1]
+    if index is not None:
+        start = (0, index, 0, 0)
+        key = ops.slice_update(key, start, layer._key_dense(tokens))
+        value = ops.slice_update(value, start, layer._value_dense(tokens))
+        cache = ops.stack([key, value], axis=1)
+    heads = ops.dot_product_attention(layer._query_dense(tokens), key, value)
+    return layer._output_dense(heads), cache
+
+
+def draw_cache(case: Case, seed: int = 4) -> np.ndarray:
+    """Random keys and values `(B, 2, S, G, d)`."""
+    groups = case.num_key_value_heads or case.num_heads
+    shape = (case.batch, 2, case.cache, groups, case.key_dim)
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def draw_weights(case: Case, seed: int = 0) -> dict[str, np.ndarray]:

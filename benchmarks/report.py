@@ -268,6 +268,21 @@ def roofline(results: Sequence[Results]) -> str:
     )
 
 
+def decode(results: Sequence[Results]) -> str:
+    """The fastest way to attend with all heads, the step of the layer, and their quotient."""
+
+    def cells(record: Record) -> tuple[str, str, str, str]:
+        dense, reference, ours = (
+            min(seconds(record, name) for name in names)
+            for names in ((KERAS, DENSE), (REFERENCE,), (CHOSEN,))
+        )
+        times = (f"{1e3 * time:.3g}" for time in (dense, reference, ours))
+        return *times, f"{dense / ours:.2f}"
+
+    header = ("decoding, ms", "all heads", REFERENCE, LABELS[CHOSEN], "speed-up")
+    return _by_case(header, results, cells)
+
+
 def _least(record: Record, name: str, quantity: str) -> float:
     return min(measured[quantity] for measured in record["memory"][name].values())
 
@@ -308,6 +323,7 @@ SUMMARIES: dict[str, Callable[[Sequence[Results]], str]] = {
     "compact": compact,
     "convert": convert,
     "curves": curves,
+    "decode": decode,
     "roofline": roofline,
     "memory": memory,
     "long": long,
@@ -336,7 +352,7 @@ DOCS_BLOCKS: dict[str, tuple[str, Callable[[Sequence[Results]], str]]] = {
     "gemm": ("bars", lambda results: both_passes(results, _gemm_cell, limit=False)),
     **{
         suite: (suite, SUMMARIES[suite])
-        for suite in ("roofline", "compact", "convert", "grid", "memory", "long")
+        for suite in ("roofline", "compact", "convert", "decode", "grid", "memory", "long")
     },
 }
 _BLOCK = re.compile(

@@ -117,6 +117,15 @@ def roofline(options: Options) -> Iterator[Record]:
         yield options.measure(case, [KERAS, CHOSEN], others=others)
 
 
+def decode(options: Options) -> Iterator[Record]:
+    """One token over a cache of keys and values, which is read, or written as well."""
+    names = [KERAS, DENSE, REFERENCE, *implementations(), CHOSEN]
+    slots = options.lengths or (1024, 4096, 8192, 16384, 32768)
+    for writes, groups, length in itertools.product(BOTH, (None, 4), slots):
+        case = Case(1, num_key_value_heads=groups, cache=length, writes=writes)
+        yield options.measure(case, names)
+
+
 def memory_record(case: Case, names: list[str], whole_check: bool) -> Record:
     """The peak memory of these competitors, each in a process of its own."""
     return {
@@ -149,6 +158,7 @@ SUITES: dict[str, Callable[[Options], Iterator[Record]]] = {
     "compact": compact,
     "convert": convert,
     "curves": curves,
+    "decode": decode,
     "roofline": roofline,
     "memory": memory_of_training,
     "long": long,

@@ -64,6 +64,22 @@ def test_measure(case):
     assert json.loads(json.dumps(record)) == record
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("writes", [False, True])
+def test_measure_a_step_of_decoding(writes, groups):
+    case = replace(
+        TINY, length=1, is_causal=False, cache=9, writes=writes, num_key_value_heads=groups
+    )
+    record = harness.measure(case, ALL, rounds=1, seconds=0)
+    assert Case(**record["case"]) == case
+    assert not {KERAS, DENSE, REFERENCE, CHOSEN} & set(record["skipped"])
+    # Of the one token 4 projections, half of two of them saved; of 9 slots half of the attention.
+    groups = groups or 4
+    projections, core = 2 * 2 * 12 * 3 * (2 * 4 + 2 * groups), 2 * 2 * 9 * 4 * 6
+    assert record["flops"]["dense"] == projections + core
+    assert report.record_table(record)
+
+
 def test_an_implementation_that_does_not_serve_is_skipped_with_its_reason(monkeypatch):
     module = types.ModuleType("never")
     module.unsupported_reason = lambda spec: f"no head of width {spec.key_dim}. Never"
