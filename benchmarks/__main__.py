@@ -5,7 +5,9 @@ Suites that measure print every case, and a summary, and write RESULTS/SUITE-BAC
   bars      all competitors, half of 12 heads active, beside the speed-ups that are asked for
   grid      whether the layer is ever slower than it would be without skipping heads
   compact   group-limited routing on grouped queries, against its FLOP limit
+  convert   pretrained attention beside what convert_to_moh makes of it, with half of its heads
   curves    the points of the figures
+  decode    one token over a key/value cache
   roofline  the machine's limit: the same matrix products and bare attention, nothing else
   memory    peak memory of a training step
   long      forward on a long sequence, and its peak memory

@@ -21,6 +21,10 @@ class Case:
         routing_groups: Groups of heads in which a token takes equally many.
         is_causal: Whether a token attends only to those up to itself.
         training: Whether to compute output and all gradients, instead of the output alone.
+        router: What chooses the heads.
+        cache: Slots of a key/value cache to attend to, in place of the tokens; 0 for none.
+        writes: Whether the tokens are written into the cache, as its last ones, under causality;
+            else it is read alone.
     """
 
     length: int
@@ -34,6 +38,9 @@ class Case:
     routing_groups: int = 1
     is_causal: bool = False
     training: bool = False
+    router: str = "two_stage"
+    cache: int = 0
+    writes: bool = False
 
     @property
     def share(self) -> float:
@@ -44,7 +51,16 @@ class Case:
         return (
             f"{'training step' if self.training else 'forward'}, N={self.length}, B={self.batch}, "
             f"{self.share:.0%} of {self.num_heads} heads{', causal' if self.is_causal else ''}"
+            f"{self._of_cache}"
         )
+
+    @property
+    def _of_cache(self) -> str:
+        if not self.cache:
+            return ""
+        groups = self.num_key_value_heads or self.num_heads
+        kind = "MHA" if groups == self.num_heads else f"GQA {groups}"
+        return f", S={self.cache}, {kind}, {'written' if self.writes else 'read'}"
 
 
 # Shared and routed heads of 12, by the share that is active.

@@ -33,6 +33,12 @@ class Data:
     weights: Mapping[str, np.ndarray]
     tokens: np.ndarray
     cotangents: np.ndarray
+    cache: np.ndarray | None
+
+    @property
+    def inputs(self) -> list[np.ndarray]:
+        """What the layer is called with."""
+        return [self.tokens] if self.cache is None else [self.tokens, self.cache]
 
 
 def draw(case: Case) -> Data:
@@ -40,7 +46,8 @@ def draw(case: Case) -> Data:
     weights = competitors.draw_weights(case)
     tokens = competitors.draw_tokens(case, weights)
     cotangents = np.random.default_rng(2).normal(size=tokens.shape).astype("float32")
-    return Data(weights, tokens, cotangents)
+    cache = competitors.draw_cache(case) if case.cache else None
+    return Data(weights, tokens, cotangents, cache)
 
 
 def program(name: str, mode: str, case: Case, data: Data) -> Program:
@@ -49,8 +56,8 @@ def program(name: str, mode: str, case: Case, data: Data) -> Program:
     call = functools.partial(competitors.call, layer, case)
     variables = layer.trainable_variables
     if case.training:
-        return load_backend().training_step(call, [data.tokens], variables, [data.cotangents], mode)
-    return load_backend().forward(call, [data.tokens], variables, mode)
+        return load_backend().training_step(call, data.inputs, variables, [data.cotangents], mode)
+    return load_backend().forward(call, data.inputs, variables, mode)
 
 
 def answer(program: Program) -> list[np.ndarray]:
@@ -127,8 +134,14 @@ def flops(case: Case) -> dict[str, float]:
     """The FLOPs of a case: of the active heads, and of all heads."""
     layer = competitors.build(competitors.CHOSEN, case, competitors.draw_weights(case))
     counted = attention_flops(layer, case.batch, case.length, use_causal_mask=case.is_causal)
+    totals = {"active": counted.active.total, "dense": counted.dense.total}
+    if case.cache:
+        # Of the tokens the projections, and of the slots what is attended to.
+        slots = attention_flops(layer, case.batch, case.length, case.cache)
+        totals["active"] += slots.active.core - counted.active.core
+        totals["dense"] += slots.dense.core - counted.dense.core
     passes = 3 if case.training else 1  # two products backward for each one forward
-    return {"active": passes * counted.active.total, "dense": passes * counted.dense.total}
+    return {name: passes * total for name, total in totals.items()}
 
 
 Record = dict[str, Any]

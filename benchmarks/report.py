@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import BARS, Case
-from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
+from benchmarks.competitors import (
+    CHOSEN,
+    CONVERTED,
+    CONVERTED_REFERENCE,
+    DENSE,
+    KERAS,
+    REFERENCE,
+)
 
 Record = dict[str, Any]  # as `harness.measure` returns it
 Results = dict[str, Any]
@@ -239,6 +246,17 @@ def compact(results: Sequence[Results]) -> str:
     return table(("compact", "speed-up", "FLOP limit", "share"), rows)
 
 
+def convert(results: Sequence[Results]) -> str:
+    def cells(record: Record) -> tuple[str, str]:
+        names = (CONVERTED_REFERENCE, CONVERTED)
+        every_head, reached = (speedup(record, name, KERAS) for name in names)
+        return f"{every_head:.2f}", f"{reached:.2f} {mark(reached > 1)}"
+
+    return _by_case(
+        ("speed-up over the original", "every head computed", "converted"), results, cells
+    )
+
+
 def roofline(results: Sequence[Results]) -> str:
     def cells(record: Record) -> tuple[str, str, str]:
         limit, reached = speedup(record, "roofline", KERAS), speedup(record, CHOSEN, KERAS)
@@ -248,6 +266,21 @@ def roofline(results: Sequence[Results]) -> str:
     return _by_case(
         ("speed-up over Keras's attention", "limit", "reached", "share"), results, cells
     )
+
+
+def decode(results: Sequence[Results]) -> str:
+    """The fastest way to attend with all heads, the step of the layer, and their quotient."""
+
+    def cells(record: Record) -> tuple[str, str, str, str]:
+        dense, reference, ours = (
+            min(seconds(record, name) for name in names)
+            for names in ((KERAS, DENSE), (REFERENCE,), (CHOSEN,))
+        )
+        times = (f"{1e3 * time:.3g}" for time in (dense, reference, ours))
+        return *times, f"{dense / ours:.2f}"
+
+    header = ("decoding, ms", "all heads", REFERENCE, LABELS[CHOSEN], "speed-up")
+    return _by_case(header, results, cells)
 
 
 def _least(record: Record, name: str, quantity: str) -> float:
@@ -288,7 +321,9 @@ SUMMARIES: dict[str, Callable[[Sequence[Results]], str]] = {
     "bars": bars,
     "grid": grid,
     "compact": compact,
+    "convert": convert,
     "curves": curves,
+    "decode": decode,
     "roofline": roofline,
     "memory": memory,
     "long": long,
@@ -317,7 +352,7 @@ DOCS_BLOCKS: dict[str, tuple[str, Callable[[Sequence[Results]], str]]] = {
     "gemm": ("bars", lambda results: both_passes(results, _gemm_cell, limit=False)),
     **{
         suite: (suite, SUMMARIES[suite])
-        for suite in ("roofline", "compact", "grid", "memory", "long")
+        for suite in ("roofline", "compact", "convert", "decode", "grid", "memory", "long")
     },
 }
 _BLOCK = re.compile(

@@ -14,7 +14,15 @@ from functools import partial
 from benchmarks import memory
 from benchmarks.backends import load_backend
 from benchmarks.cases import HEADS_BY_SHARE, Case
-from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE, implementations
+from benchmarks.competitors import (
+    CHOSEN,
+    CONVERTED,
+    CONVERTED_REFERENCE,
+    DENSE,
+    KERAS,
+    REFERENCE,
+    implementations,
+)
 from benchmarks.harness import Makers, Record, measure
 from benchmarks.roofline import ROOFLINE, make_program
 
@@ -79,6 +87,15 @@ def compact(options: Options) -> Iterator[Record]:
         yield options.measure(case, [DENSE, KERAS, REFERENCE, "compact", CHOSEN])
 
 
+def convert(options: Options) -> Iterator[Record]:
+    """Pretrained attention beside what `convert_to_moh` makes of it, with half of its heads."""
+    names = [KERAS, CONVERTED_REFERENCE, CONVERTED]
+    lengths = options.lengths or (1024, 4096)
+    for training, is_causal, length in itertools.product(BOTH, BOTH, lengths):
+        case = Case(length, training=training, is_causal=is_causal, router="query_norm")
+        yield options.measure(case, names)
+
+
 def curves(options: Options) -> Iterator[Record]:
     """The points of the figures: half of the heads over lengths, and all shares at the longest."""
     lengths = options.lengths or (128, 256, 512, 1024, 2048, 4096)
@@ -98,6 +115,15 @@ def roofline(options: Options) -> Iterator[Record]:
     for training, is_causal, length in itertools.product(BOTH, BOTH, lengths):
         case = Case(length, training=training, is_causal=is_causal)
         yield options.measure(case, [KERAS, CHOSEN], others=others)
+
+
+def decode(options: Options) -> Iterator[Record]:
+    """One token over a cache of keys and values, which is read, or written as well."""
+    names = [KERAS, DENSE, REFERENCE, *implementations(), CHOSEN]
+    slots = options.lengths or (1024, 4096, 8192, 16384, 32768)
+    for writes, groups, length in itertools.product(BOTH, (None, 4), slots):
+        case = Case(1, num_key_value_heads=groups, cache=length, writes=writes)
+        yield options.measure(case, names)
 
 
 def memory_record(case: Case, names: list[str], whole_check: bool) -> Record:
@@ -130,7 +156,9 @@ SUITES: dict[str, Callable[[Options], Iterator[Record]]] = {
     "bars": bars,
     "grid": grid,
     "compact": compact,
+    "convert": convert,
     "curves": curves,
+    "decode": decode,
     "roofline": roofline,
     "memory": memory_of_training,
     "long": long,

@@ -12,7 +12,14 @@ import pytest
 from benchmarks import competitors, harness, machine, memory, report, suites, timing
 from benchmarks.backends import load_backend
 from benchmarks.cases import BARS, Case
-from benchmarks.competitors import CHOSEN, DENSE, KERAS, REFERENCE
+from benchmarks.competitors import (
+    CHOSEN,
+    CONVERTED,
+    CONVERTED_REFERENCE,
+    DENSE,
+    KERAS,
+    REFERENCE,
+)
 from benchmarks.harness import WrongAnswerError
 from benchmarks.roofline import ROOFLINE, make_program
 from keras_moh.implementations import IMPLEMENTATIONS
@@ -57,6 +64,22 @@ def test_measure(case):
     assert json.loads(json.dumps(record)) == record
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("writes", [False, True])
+def test_measure_a_step_of_decoding(writes, groups):
+    case = replace(
+        TINY, length=1, is_causal=False, cache=9, writes=writes, num_key_value_heads=groups
+    )
+    record = harness.measure(case, ALL, rounds=1, seconds=0)
+    assert Case(**record["case"]) == case
+    assert not {KERAS, DENSE, REFERENCE, CHOSEN} & set(record["skipped"])
+    # Of the one token 4 projections, half of two of them saved; of 9 slots half of the attention.
+    groups = groups or 4
+    projections, core = 2 * 2 * 12 * 3 * (2 * 4 + 2 * groups), 2 * 2 * 9 * 4 * 6
+    assert record["flops"]["dense"] == projections + core
+    assert report.record_table(record)
+
+
 def test_an_implementation_that_does_not_serve_is_skipped_with_its_reason(monkeypatch):
     module = types.ModuleType("never")
     module.unsupported_reason = lambda spec: f"no head of width {spec.key_dim}. Never"
@@ -66,6 +89,15 @@ def test_an_implementation_that_does_not_serve_is_skipped_with_its_reason(monkey
     assert record["skipped"] == {"never": "no head of width 3. Never"}
     assert set(record["seconds"]) == {KERAS, CHOSEN}
     assert "Skipped never: no head of width 3. Never" in report.record_table(record)
+
+
+@pytest.mark.parametrize("case", both(replace(TINY, router="query_norm")), ids=str)
+def test_converted_attention_beside_the_original(case):
+    names = [KERAS, CONVERTED_REFERENCE, CONVERTED]
+    record = harness.measure(case, names, rounds=1, seconds=0)
+    assert set(record["seconds"]) == set(names)
+    with pytest.raises(WrongAnswerError, match=r"converted .*off by .* of 'converted, reference'"):
+        harness.check(CONVERTED, case, [np.zeros(3)], [np.ones(3)])
 
 
 def test_all_competitors_have_the_same_weights():
@@ -289,6 +321,9 @@ def test_summaries():
     assert "50% of 12 heads, plain |          2.00 |" in grid
     compact = report.compact([results_by_hand("compact")])
     assert "4.00 |       1.50 | 267% ✓" in compact
+    converted = a_record()
+    converted["seconds"] |= {CONVERTED_REFERENCE: {"jit": [0.010]}, CONVERTED: {"jit": [0.004]}}
+    assert "0.80 |    2.00 ✓" in report.convert([result_of("convert", [converted])])
     megabytes = {KERAS: {"jit": {"growth": 2**30, "peak": 2**31, "seconds": 1.0}}}
     megabytes[CHOSEN] = {"jit": {"growth": 2**28, "peak": 13 * 2**30, "seconds": 2.0}}
     record = {"case": vars(Case(4096)), "memory": megabytes}

@@ -31,7 +31,6 @@ REASONS = {
     "AdditiveAttention": "it has no heads",
     "CachedGemmaAttention": "its scores may have a soft cap",
     "CachedGemma3Attention": "its scores may have a soft cap",
-    "Gemma3nTextAttention": "its scores may have a soft cap",
     "Gemma4TextAttention": "its scores may have a soft cap",
     "T5GemmaAttention": "its scores may have a soft cap",
     "T5MultiHeadAttention": "its scores have a relative position bias",
@@ -40,7 +39,6 @@ REASONS = {
     "DisentangledSelfAttention": "its scores have terms of relative positions",
     "GptOssAttention": "its softmax has sinks",
     "GPTNeoXAttention": "its rotary embedding is of a part of each head",
-    "TwoWayMultiHeadAttention": "its heads have relative positions in two dimensions",
     "WhisperCachedMultiHeadAttention": "its key projection has no bias where the others have one",
 }
 
@@ -61,10 +59,10 @@ def unsupported_reason(layer: keras.Layer) -> str | None:
             return "it is not built: call the model once before it is converted"
         return adapter.unsupported_reason(layer)
     name = type(layer).__name__
-    parents = [f"{parent.__module__}.{parent.__qualname__}" for parent in type(layer).__mro__[1:]]
     if name in REASONS:
         return REASONS[name]
-    for parent in parents:
+    for cls in type(layer).__mro__[1:]:
+        parent = f"{cls.__module__}.{cls.__qualname__}"
         if parent in ADAPTERS:
             return f"it is of a subclass of {parent.rsplit('.', 1)[1]}, which may compute otherwise"
     return f"there is no adapter for the class {class_name(layer)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -43,10 +44,26 @@ def copy_model(model: keras.Model) -> keras.Model:
     for weight, value in zip(copy.weights, model.weights, strict=True):
         # A copy of the array as well: on JAX a step of training deletes those that it is given.
         weight.assign(keras.ops.copy(value))
+    for own, source in zip(_with_files(copies), _with_files(layers), strict=True):
+        # Not by the files: of Llama3Tokenizer neither they nor its config have the special tokens.
+        own.__dict__.update(source.__dict__)
     for layer, like in zip(copies, layers, strict=True):
         if layer.trainable != like.trainable:
             layer.trainable = like.trainable
     return copy
+
+
+def _with_files(layers: Sequence[keras.Layer]) -> list[Any]:
+    """The layers with more state than config and weights: tokenizers of keras-hub.
+
+    A task of keras-hub has its preprocessor as an attribute that Keras does not track on PyTorch.
+    """
+    preprocessors = [getattr(layer, "preprocessor", None) for layer in layers]
+    found = {id(layer): layer for layer in layers}
+    for preprocessor in preprocessors:
+        if isinstance(preprocessor, keras.Layer):
+            found |= {id(layer): layer for _, layer in walk(preprocessor)}
+    return [layer for layer in found.values() if hasattr(layer, "save_assets")]
 
 
 def _differs(model: keras.Model, copy: Any, how: str) -> ValueError:

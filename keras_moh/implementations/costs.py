@@ -17,6 +17,11 @@ brackets the products saved in a list:
 | 4, 512 (16.8 M) | | | 37.2, 40.2 (training step: 119.2, 120.0) |
 | 1, 1024 (67 M) | 82.7, 40.2 | 76.3, 28.7 | 23.5, 20.6 |
 
+With one query, a step of decoding, time goes into reading keys and values. What is saved are those
+of heads not taken, so nothing where query heads share them: then some head of each group is taken.
+PyTorch saves more where causality or a mask hides some of a cache: its implementation does not read
+them, while for the others all slots that no query sees are first replaced by zeros.
+
 Nothing was measured on other devices. There the framework's fused attention serves, if it can.
 """
 
@@ -26,6 +31,8 @@ from keras_moh.implementations.spec import AttentionSpec
 
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
 _WORTH_IT = {"torch_sdpa": 1.0e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
+# The same with one query, where they stand for numbers read: `python -m benchmarks --suite decode`.
+_WORTH_READING = {"torch_sdpa": 0.25e6, "jax_xla": 0.5e6, "tensorflow_xla": 0.25e6}
 # From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
 # heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).
 _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
@@ -42,11 +49,22 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
         return False
     if spec.query_length is None or spec.key_length is None:
         return True  # Lengths that vary may be long ones, where much is to be lost.
+    if spec.query_length == 1:
+        return _unread(name, spec) >= _WORTH_READING[name]
     scores = spec.query_length * spec.key_length
     if name in _TILES_WIN and scores >= _TILES_WIN[name]:
         return True
     skipped = 1 - spec.num_active_heads / spec.num_heads
     return skipped * scores * (spec.key_dim + spec.value_dim) >= _WORTH_IT[name]
+
+
+def _unread(name: str, spec: AttentionSpec) -> float:
+    """Numbers of keys and values that one query does not read, for each of its heads."""
+    of_head = (spec.key_length or 0) * (spec.key_dim + spec.value_dim)
+    if name == "torch_sdpa" and (spec.is_causal or spec.mask_shape is not None):
+        return of_head
+    shared = spec.num_key_value_heads < spec.num_heads
+    return 0 if shared else (1 - spec.num_active_heads / spec.num_heads) * of_head
 
 
 def skips_projections(spec: AttentionSpec) -> bool:

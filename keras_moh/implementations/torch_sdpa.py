@@ -19,6 +19,7 @@ computes the probabilities again, chunk by chunk, from their logarithmic sums.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -350,13 +351,13 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """The work to do, in the order of the rows; rows that see no key at all may be left out."""
     length, groups = key.shape[1:3]
+    if plan.length == 1:
+        yield from _chunks_of_one_query(plan, groups, visible)
+        return
     mask = options.mask
     if mask is not None:
         mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
-    # A single query sees all that is visible.
-    whole = plan.length == 1 or (
-        mask is None and not options.is_causal and options.sliding_window is None
-    )
+    whole = mask is None and not options.is_causal and options.sliding_window is None
     # The kernel has causality of its own, for lists of all tokens.
     triangular = (
         options.mask is None
@@ -401,6 +402,28 @@ def _chunks(
                     part = bias[:, side.start - some.start : side.stop - some.start]
                     part.masked_fill_(_hidden(distance, options), -math.inf)
                 yield _Chunk(rows, entry, group, some, bias)
+
+
+def _chunks_of_one_query(plan: Plan, groups: int, visible: list[Any]) -> Iterator[_Chunk]:
+    """The work where each batch entry has one query, which sees all keys that are visible.
+
+    It is bound by the reading of keys: heads that share them and stand side by side read them once.
+    """
+    of_head = plan.num_heads // groups
+    rows = [
+        (entry, head // of_head)
+        for head, counts in enumerate(plan.counts)
+        for entry, count in enumerate(counts)
+        if count
+    ]
+    start = 0
+    for (entry, group), same in itertools.groupby(rows):
+        stop = start + len(list(same))
+        keys = visible[entry]
+        count = keys.stop - keys.start if isinstance(keys, slice) else len(keys)
+        if count:
+            yield _Chunk(slice(start, stop), entry, group, slice(0, count), None)
+        start = stop
 
 
 def _spans(first: int, last: int, keys: Sequence[int], options: Options) -> tuple[slice, slice]:

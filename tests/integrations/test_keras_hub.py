@@ -1,5 +1,6 @@
 """`convert_to_moh` on the models of keras-hub."""
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -24,6 +25,7 @@ from tests.integrations.models import (
     backbone,
     causal_lm,
     converted,
+    inputs_of,
     outputs_of,
 )
 
@@ -63,8 +65,8 @@ def test_models_come_back(name, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert type(again) is type(model)
-    for actual, expected in zip(adapters(again), adapters(model), strict=True):
-        assert actual.get_config() == expected.get_config()
+    actual, expected = ([layer.get_config() for layer in adapters(m)] for m in (again, model))
+    assert json.dumps(actual) == json.dumps(expected)
     assert_equal_outputs(again, model, 1e-6)
 
 
@@ -79,6 +81,7 @@ for folder in sys.argv[1:]:
     arrays = np.load(folder + "/arrays.npz")
     inputs = {name: arrays[name] for name in ("token_ids", "padding_mask")}
     np.testing.assert_allclose(model.predict_on_batch(inputs), arrays["outputs"], atol=1e-4)
+    model.compile(sampler="greedy")
     tokens = model.generate(inputs, stop_token_ids=None)["token_ids"]
     np.testing.assert_array_equal(tokens, arrays["tokens"])
 """
@@ -89,6 +92,7 @@ def test_files_in_a_new_process(tmp_path):
     folders = []
     for name in CAUSAL_LMS:
         model = converted(causal_lm(name))
+        model.compile(sampler="greedy")
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
         model.save(folder / "model.keras")
@@ -135,9 +139,14 @@ def test_generate(name):
 def test_lora(name):
     model = converted(causal_lm(name))
     model.backbone.enable_lora(2)
-    trained = [weight.path for weight in model.trainable_weights]
-    assert len(trained) == 8
-    assert all("lora" in path for path in trained)
+    unconverted = causal_lm(name)
+    unconverted.backbone.enable_lora(2)
+    trained, expected = (
+        [weight.path.split("/")[-3:] for weight in m.trainable_weights]
+        for m in (model, unconverted)
+    )
+    assert trained == expected
+    assert ["self_attention", "query", "lora_kernel_a"] in trained
     inputs = {"token_ids": TOKENS, "padding_mask": PADDING}
     model.compile(
         keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -146,10 +155,8 @@ def test_lora(name):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["bert", "vit", "llama 3.1"])
+@pytest.mark.parametrize("name", ["bert", "vit", "qwen3"])
 def test_fit(name):
-    from tests.integrations.models import inputs_of
-
     model = converted(backbone(name))
     assert [layer.balance_loss_weight for layer in adapters(model)] == [0.005] * 2
     targets = keras.tree.map_structure(np.zeros_like, model.predict_on_batch(inputs_of(model)))
@@ -181,7 +188,7 @@ def test_tasks_keep_their_class():
 def test_a_backbone_alone_and_a_head_on_it(tmp_path):
     """The backbone of a converted task is converted in another model too, and when saved alone."""
     body = converted(causal_lm("llama")).backbone
-    head = keras.layers.Dense(3)(body.output[:, -1])
+    head = keras.layers.Dense(3)(body(body.input)[:, -1])
     model = keras.Model(body.input, head)
     features = keras.Model(body.input, body.get_layer("transformer_layer_0").output)
     body.save(tmp_path / "body.keras")

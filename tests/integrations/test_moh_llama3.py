@@ -19,7 +19,7 @@ from tests.integrations.checkpoints import (
     write_safetensors,
     write_tokenizer,
 )
-from tests.integrations.models import adapters
+from tests.integrations.models import DECODER, adapters, with_noise
 
 TOLERANCE = 2e-5
 STEPS = 8
@@ -216,6 +216,23 @@ def test_tokenizer(merges_as_lists, tmp_path):
     assert [int(i) for i in tokenizer("the cat")] == [28, 26, 2, 0, 19]
     assert (tokenizer.start_token_id, tokenizer.end_token_id) == (29, 30)
     assert isinstance(model.generate("the cat", max_length=12, stop_token_ids=None), str)
+
+
+def test_tasks_with_a_tokenizer_are_converted(tmp_path):
+    """Its vocabulary is in no config: the copy of the model has to be given it."""
+    folder = write_folder(tmp_path / "it", GOLDEN.config, GOLDEN.weights)
+    write_tokenizer(folder)
+    preprocessor = load_moh_llama3(folder, 1.0, 0).preprocessor
+    backbone = with_noise(keras_hub.models.Llama3Backbone(**DECODER | {"vocabulary_size": 97}))
+    model = keras_hub.models.Llama3CausalLM(backbone, preprocessor=preprocessor)
+    converted, _ = keras_moh.convert_to_moh(model, 1.0, 0)
+    assert converted.preprocessor is not preprocessor
+    assert converted.preprocessor.tokenizer.end_token_id == 30
+    texts = []
+    for each in (model, converted):
+        each.compile(sampler="greedy")
+        texts.append(each.generate("the cat", max_length=12, stop_token_ids=None))
+    assert texts[0] == texts[1]
 
 
 def test_saved_and_loaded(tmp_path):
