@@ -21,10 +21,10 @@ class Case:
         routing_groups: Groups of heads in which a token takes equally many.
         is_causal: Whether a token attends only to those up to itself.
         training: Whether to compute output and all gradients, instead of the output alone.
-        router: What chooses the heads.
         cache: Slots of a key/value cache to attend to, in place of the tokens; 0 for none.
         writes: Whether the tokens are written into the cache, as its last ones, under causality;
             else it is read alone.
+        router: What chooses the heads.
     """
 
     length: int
@@ -38,9 +38,9 @@ class Case:
     routing_groups: int = 1
     is_causal: bool = False
     training: bool = False
-    router: str = "two_stage"
     cache: int = 0
     writes: bool = False
+    router: str = "two_stage"
 
     @property
     def share(self) -> float:

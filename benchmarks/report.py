@@ -188,12 +188,17 @@ def _grid_ratio(record: Record) -> float:
     return 1 / speedup(record, name, REFERENCE if name == CHOSEN else KERAS)
 
 
+def is_slower(record: Record) -> bool:
+    """Whether a record of the grid shows the layer slower than it must not be."""
+    return _grid_ratio(record) > NEVER_SLOWER_THAN
+
+
 def grid(results: Sequence[Results]) -> str:
     """Where the layer is slower than what it must not be slower than, the worst first."""
     lines = []
     for result in results:
         records = sorted(result["records"], key=_grid_ratio, reverse=True)
-        short = [record for record in records if _grid_ratio(record) > NEVER_SLOWER_THAN]
+        short = [record for record in records if is_slower(record)]
         lines.append(
             f"{result['backend']}: {len(short)} of {len(records)} cases of at most "
             f"{result['options']['tokens']} tokens take more than {NEVER_SLOWER_THAN} times the "
@@ -352,7 +357,7 @@ DOCS_BLOCKS: dict[str, tuple[str, Callable[[Sequence[Results]], str]]] = {
     "gemm": ("bars", lambda results: both_passes(results, _gemm_cell, limit=False)),
     **{
         suite: (suite, SUMMARIES[suite])
-        for suite in ("roofline", "compact", "convert", "decode", "grid", "memory", "long")
+        for suite in ("roofline", "compact", "decode", "convert", "grid", "memory", "long")
     },
 }
 _BLOCK = re.compile(

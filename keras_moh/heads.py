@@ -17,6 +17,16 @@ def taken_heads(heads: Any, num_heads: int) -> Any:
     return ops.any(_slot_is_head(heads, num_heads), axis=-2)
 
 
+def fills_groups(
+    num_heads: int, num_active_heads: int, num_key_value_heads: int, routing_groups: int
+) -> bool:
+    """Whether every token takes equally many query heads of each key/value head.
+
+    Then slot `k` of the `K` that a token fills belongs to key/value head `k // (K / G)`.
+    """
+    return num_active_heads == num_heads or routing_groups % num_key_value_heads == 0
+
+
 def dense_gates(heads: Any, gates: Any, num_heads: int) -> Any:
     """The gates `(..., K)` of all heads, `(..., H)`, 0 where a head is not taken."""
     gates = ops.expand_dims(gates, -1)

@@ -50,6 +50,7 @@ from keras_moh.implementations import (
     check_implementation,
     choose_implementation,
     load_implementations,
+    rows_of_projections,
 )
 from keras_moh.implementations.spec import Options
 from keras_moh.keras_internals import attach_mask, attached_mask, current_stateless_scope
@@ -59,7 +60,7 @@ from keras_moh.projections import (
     RowProjections,
     head_projection,
     output_projection,
-    skips_projections,
+    projects_rows,
 )
 from keras_moh.rotary_embedding import check_rotary_embedding, rotate, rotate_rows
 from keras_moh.routed_attention import attention_spec
@@ -616,6 +617,7 @@ class MoHAttention(keras.layers.Layer):
             sliding_window=self.sliding_window,
             dropout=dropout,
             seed=seed,
+            routing_groups=self.routing_groups,
         )
         folded_tokens = self._fold(tokens)
         spec = attention_spec(
@@ -635,8 +637,9 @@ class MoHAttention(keras.layers.Layer):
         projections = [self._output_dense]
         if query_heads is None:
             projections.append(self._query_dense)
-        if skips_projections(implementation, spec, *projections):
-            rows = RowProjections(implementation, routing.heads, self.num_heads)
+        by_rows = rows_of_projections(implementation, spec)
+        if by_rows is not None and projects_rows(*projections):
+            rows = RowProjections(by_rows, routing.heads, self.num_heads)
             query_rows = (
                 rows.project(folded_tokens, self._query_dense)
                 if query_heads is None

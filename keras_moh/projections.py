@@ -1,8 +1,8 @@
 """The projections into heads and out of them, shaped as in `keras.layers.MultiHeadAttention`.
 
 All of them are `keras.layers.EinsumDense`. Those of the queries and of the outputs can be computed
-for only the heads that each token took, if the implementation of the attention works on rows: then
-the layer's kernel and bias are used, without the layer.
+for only the heads that each token took, where the backend has a module of rows: then the layer's
+kernel and bias are used, without the layer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from typing import Any
 
 import keras
 from keras import ops
-
-from keras_moh.implementations import costs
-from keras_moh.implementations.spec import AttentionSpec
 
 
 def head_projection(
@@ -52,51 +49,45 @@ def _projection(
     return projection
 
 
-def skips_projections(
-    implementation: Any, spec: AttentionSpec, *projections: keras.layers.EinsumDense
-) -> bool:
-    """Whether to project only the heads taken.
+def projects_rows(*projections: keras.layers.EinsumDense) -> bool:
+    """Whether these projections may be computed for only the heads taken.
 
     A quantized projection is more than its kernel and bias, and an activity regularizer wants to
     see the outputs of all heads: these are called whole.
     """
-    return (
-        hasattr(implementation, "project")
-        and costs.skips_projections(spec)
-        and all(
-            projection.quantization_mode is None and projection.activity_regularizer is None
-            for projection in projections
-        )
+    return all(
+        projection.quantization_mode is None and projection.activity_regularizer is None
+        for projection in projections
     )
 
 
 class RowProjections:
-    """The projections of the heads `(B, T, K)` that tokens took, by an implementation on rows."""
+    """The projections of the heads `(B, T, K)` that tokens took, by a backend's module of rows."""
 
-    def __init__(self, implementation: Any, heads: Any, num_heads: int) -> None:
-        self._implementation = implementation
-        self.plan = implementation.plan(heads, num_heads)
+    def __init__(self, rows: Any, heads: Any, num_heads: int) -> None:
+        self._rows = rows
+        self.plan = rows.plan(heads, num_heads)
 
     @property
     def positions(self) -> Any:
         """Of each row the position `t` of its token."""
-        return self._implementation.positions(self.plan)
+        return self._rows.positions(self.plan)
 
     def project(self, tokens: Any, projection: keras.layers.EinsumDense) -> Any:
         """The rows of `tokens (B, T, D)` in the heads that they took."""
         kernel, bias = _weights(projection)
-        return self._implementation.project(tokens, kernel, bias, self.plan)
+        return self._rows.project(tokens, kernel, bias, self.plan)
 
     def take(self, heads: Any) -> Any:
         """The rows of what is there in all heads, `(B, T, H, d)`."""
-        return self._implementation.take(heads, self.plan)
+        return self._rows.take(heads, self.plan)
 
     def combine(self, rows: Any, projection: keras.layers.EinsumDense) -> Any:
         """The outputs `(B, T, *output_shape)` of rows."""
         kernel, bias = _weights(projection)
         output_shape = tuple(kernel.shape[2:])
         kernel = ops.reshape(kernel, (*kernel.shape[:2], math.prod(output_shape)))
-        output = self._implementation.combine(rows, kernel, self.plan)
+        output = self._rows.combine(rows, kernel, self.plan)
         output = ops.reshape(output, (*ops.shape(output)[:2], *output_shape))
         return output if bias is None else output + bias
 

@@ -112,7 +112,9 @@ def routed_attention(
             f"routing_groups={routing_groups} with {query.shape[2]} heads, of which {active_heads} "
             "are active"
         )
-    options = Options(mask, is_causal, scale, causal_offset, sliding_window, dropout, seed)
+    options = Options(
+        *(mask, is_causal, scale, causal_offset, sliding_window, dropout, seed, routing_groups)
+    )
     spec = attention_spec(
         *(query, query.shape[2:], key, value, routing, options),
         *(return_attention_scores, routing_groups),

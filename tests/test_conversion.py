@@ -364,7 +364,6 @@ def test_budgets():
         ({"model": layers.Dense(1)}, "`model`: expected a keras.Model"),
         ({"model": keras.Sequential([layers.Dense(1)])}, "`model`: expected a built model"),
     ],
-    ids=str,
 )
 def test_what_is_refused(arguments, match):
     with pytest.raises(ValueError, match=match):

@@ -41,7 +41,11 @@ def variants() -> list[Variant]:
         for name, (backend, _) in implementations.IMPLEMENTATIONS.items()
         if backend in (None, BACKEND) and name != "reference"
         for projections in ("whole", "by rows")
-        if projections == "whole" or hasattr(implementations._loaded[name], "project")
+        if projections == "whole"
+        or (
+            BACKEND in implementations.ROWS
+            and hasattr(implementations._loaded[name], "attend_rows")
+        )
     ]
 
 

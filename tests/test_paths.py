@@ -86,6 +86,10 @@ def test_chosen_one_behind_an_embedding(ran: list[str]) -> None:
     assert_all_close(*results)
 
 
+# Of a call that `compact` can serve.
+GROUPS = {"num_key_value_heads": 2, "routing_groups": 2}
+
+
 def large_spec(**changes: Any) -> AttentionSpec:
     """A call on a CPU, much of which may be left out."""
     return AttentionSpec(
@@ -107,6 +111,10 @@ def large_spec(**changes: Any) -> AttentionSpec:
         ({"is_causal": True}, ON_ROWS),
         ({"mask_shape": (1, 1, 4096, 4096)}, ON_ROWS),
         ({"query_length": 2, "key_length": 2}, "reference"),
+        ({**GROUPS, "query_length": 256, "key_length": 256}, "compact"),
+        (GROUPS, "compact" if BACKEND == "torch" else ON_ROWS),
+        ({**GROUPS, "mask_shape": (1, 1, 1, 4096)}, ON_ROWS),
+        ({**GROUPS, "sliding_window": 99}, ON_ROWS),
         ({"dropout": 0.1}, "reference"),
         ({"return_attention_scores": True}, "reference"),
         ({"mask_shape": (1, 12, 4096, 4096)}, "reference"),

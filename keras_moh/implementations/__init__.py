@@ -8,9 +8,9 @@ in order of preference. A module has two functions:
 - `attend(query, key, value, heads, gates, options)`: the computation, as `reference.attend`
   describes it, with `None` for the scores if it does not keep them.
 
-One that can leave out the projections of heads not taken works on rows of its own making, and has
-the functions `plan`, `positions`, `project`, `take`, `attend_rows` and
-`combine` as well (see `torch_sdpa.py`).
+One that can take its queries, and leave its outputs, as rows of only the heads taken has a function
+`attend_rows` as well. Where a backend has a module of rows (see `torch_rows.py`), the projections
+into and out of the heads are left out for the heads that were not taken.
 
 What to run is decided before the call, by data that can be printed, never by trying: the first of
 the table that can serve the call, and that `costs.py` expects to be worth it. Modules are imported
@@ -36,6 +36,9 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
     "reference": (None, "keras_moh.implementations.reference"),
 }
 
+# Modules that project only the heads taken, by backend.
+ROWS = {"torch": "keras_moh.implementations.torch_rows"}
+
 
 def check_implementation(implementation: Any) -> str | None:
     """`implementation` if it is `None` or a name of the table, of whichever backend."""
@@ -54,9 +57,11 @@ def load_implementations() -> None:
     for name, (backend, module) in IMPLEMENTATIONS.items():
         if backend in (None, keras.backend.backend()) and name not in _loaded:
             _loaded[name] = importlib.import_module(module)
+    backend = keras.backend.backend()
     if "device" not in _loaded:
-        backend = keras.backend.backend()
         _loaded["device"] = importlib.import_module(f"{__name__}.{backend}_device")
+    if backend in ROWS and "rows" not in _loaded:
+        _loaded["rows"] = importlib.import_module(ROWS[backend])
 
 
 def describe_device(x: Any) -> tuple[str, bool]:
@@ -64,6 +69,15 @@ def describe_device(x: Any) -> tuple[str, bool]:
     if "device" not in _loaded:
         load_implementations()
     return _loaded["device"].describe(x)
+
+
+def rows_of_projections(implementation: Any, spec: AttentionSpec) -> Any:
+    """The module of rows to project only the heads taken with, or `None` to project all.
+
+    A traced graph does not know how many rows a head has.
+    """
+    takes_rows = hasattr(implementation, "attend_rows") and not spec.is_traced
+    return _loaded.get("rows") if takes_rows and costs.skips_projections(spec) else None
 
 
 def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:

@@ -9,11 +9,12 @@ or if the key/value heads divide the routing groups (arXiv 2606.20945).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from keras import ops
 
-from keras_moh.heads import taken_heads
+from keras_moh.heads import fills_groups, taken_heads
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.masks import merge, position_mask
 
@@ -27,7 +28,8 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
         return "JAX's fused attention has no gradient in float16 on a CPU"
     if spec.dtype == "float64":
         return "Keras's fused attention computes in float32"
-    if spec.num_active_heads < spec.num_heads and spec.routing_groups % spec.num_key_value_heads:
+    heads = (spec.num_heads, spec.num_active_heads, spec.num_key_value_heads)
+    if not fills_groups(*heads, spec.routing_groups):
         return (
             "a token may take more heads of one key/value head than of another: the "
             f"{spec.num_key_value_heads} key/value heads do not divide the routing groups "
@@ -40,9 +42,27 @@ def attend(
     query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, None]:
     """Attention of the heads taken; see `reference.attend`."""
-    num_heads, all_taken = query.shape[2], heads.shape[-1] == query.shape[2]
-    if not all_taken:
-        query = ops.take_along_axis(query, ops.expand_dims(heads, -1), axis=2)
+    num_heads = query.shape[2]
+    if heads.shape[-1] == num_heads:
+        return _attend_slots(query, key, value, gates, options), None
+    query = ops.take_along_axis(query, ops.expand_dims(heads, -1), axis=2)
+    return _place(_attend_slots(query, key, value, gates, options), heads, num_heads), None
+
+
+def attend_rows(
+    query: Any, key: Any, value: Any, heads: Any, gates: Any, plan: Any, options: Options
+) -> Any:
+    """The gated outputs `(B T K, dv)` of query rows `(B T K, d)`, in the order of `plan`."""
+    shape = ops.shape(heads)
+    by_slot = ops.argsort(plan.places)  # a token's slots are its heads, in their order
+    slots = ops.reshape(ops.take(query, by_slot, axis=0), (*shape, query.shape[-1]))
+    output = _attend_slots(slots, key, value, gates, options)
+    rows = ops.reshape(output, (math.prod(shape), output.shape[-1]))
+    return ops.take(rows, ops.argsort(by_slot), axis=0)
+
+
+def _attend_slots(query: Any, key: Any, value: Any, gates: Any, options: Options) -> Any:
+    """The gated outputs `(B, T, K, dv)` of the query vectors `(B, T, K, d)` of the heads taken."""
     # Fused kernels cut the work in half by causality, if they are told of it and of nothing else.
     aligned = isinstance(options.causal_offset, int) and options.causal_offset == 0
     is_causal = options.is_causal and aligned and options.sliding_window is None
@@ -61,10 +81,7 @@ def attend(
     if mask is not None:
         has_key = ops.any(ops.swapaxes(mask, 1, 2), axis=-1, keepdims=True)
         output = ops.where(has_key, output, ops.zeros_like(output))
-    output = output * ops.cast(ops.expand_dims(gates, -1), output.dtype)
-    if not all_taken:
-        output = _place(output, heads, num_heads)
-    return output, None
+    return output * ops.cast(ops.expand_dims(gates, -1), output.dtype)
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, scale: float, is_causal: bool) -> Any:

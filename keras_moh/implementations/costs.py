@@ -17,6 +17,10 @@ brackets the products saved in a list:
 | 4, 512 (16.8 M) | | | 37.2, 40.2 (training step: 119.2, 120.0) |
 | 1, 1024 (67 M) | 82.7, 40.2 | 76.3, 28.7 | 23.5, 20.6 |
 
+On PyTorch the worst of forward and training, causal or not, decides, as times of the implementation
+over the reference: 1.14 at `1, 128` with half of the heads (1.0 M), 1.26 and 1.21 at `1, 256` and
+`4, 256` with three quarters (2.1 M), 1.02 and 0.99 there with half (4.2 M).
+
 With one query, a step of decoding, time goes into reading keys and values. What is saved are those
 of heads not taken, so nothing where query heads share them: then some head of each group is taken.
 PyTorch saves more where causality or a mask hides some of a cache: its implementation does not read
@@ -27,15 +31,24 @@ Nothing was measured on other devices. There the framework's fused attention ser
 
 from __future__ import annotations
 
+import math
+
+from keras_moh.implementations import compact
 from keras_moh.implementations.spec import AttentionSpec
 
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
-_WORTH_IT = {"torch_sdpa": 1.0e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
+_WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 # The same with one query, where they stand for numbers read: `python -m benchmarks --suite decode`.
 _WORTH_READING = {"torch_sdpa": 0.25e6, "jax_xla": 0.5e6, "tensorflow_xla": 0.25e6}
 # From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
 # heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).
 _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
+# Up to this many scores of a head `compact` is faster than the implementation on rows, where it can
+# serve and no key is hidden. With 4 + 4 of 16 heads in 4 groups and `D = 1024`, the rows took, of
+# the time of `compact`: on PyTorch 0.95 to 1.26 at 256 and 1024 (with one key/value head 1.00 to
+# 1.28), on JAX 0.98 to 1.08 at 256 and 0.78 to 1.01 at 512, on TensorFlow 0.81 to 1.25 at 256 and
+# 0.70 to 0.88 at 1024.
+_COMPACT_WINS = {"torch_sdpa": math.inf, "jax_xla": 256**2, "tensorflow_xla": 256**2}
 # Share of active heads up to which products for each head are faster than one for all: of the
 # gathers and the narrower products, PyTorch's projections are 15 % slower for each head computed.
 _SKIPPED_SHARE = 0.8
@@ -52,6 +65,9 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     if spec.query_length == 1:
         return _unread(name, spec) >= _WORTH_READING[name]
     scores = spec.query_length * spec.key_length
+    hides_no_key = spec.mask_shape is None and spec.sliding_window is None
+    if hides_no_key and scores <= _COMPACT_WINS[name] and not compact.unsupported_reason(spec):
+        return False
     if name in _TILES_WIN and scores >= _TILES_WIN[name]:
         return True
     skipped = 1 - spec.num_active_heads / spec.num_heads
@@ -69,4 +85,4 @@ def _unread(name: str, spec: AttentionSpec) -> float:
 
 def skips_projections(spec: AttentionSpec) -> bool:
     """Whether projecting only the heads taken is expected to be faster than projecting all."""
-    return spec.num_active_heads / spec.num_heads <= _SKIPPED_SHARE
+    return spec.device == "cpu" and spec.num_active_heads / spec.num_heads <= _SKIPPED_SHARE

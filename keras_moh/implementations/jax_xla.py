@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moh.heads import dense_gates
-from keras_moh.implementations.rows import Rows, place, rows_of, span_of_keys, take
+from keras_moh.heads import dense_gates, fills_groups
+from keras_moh.implementations.rows import Rows, place, rows_by_slot, rows_of, span_of_keys, take
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
 # Rows of a tile, at most and at least: in between, so many that a list is a few of them.
@@ -46,7 +46,8 @@ def attend(
     """Attention of the heads taken; see `reference.attend`."""
     if 0 in (*query.shape[:2], key.shape[1]):
         return jnp.zeros((*query.shape[:3], value.shape[-1]), query.dtype), None
-    static = _Static(options.is_causal, options.scale, options.sliding_window)
+    by_slot = fills_groups(query.shape[2], heads.shape[2], key.shape[2], options.routing_groups)
+    static = _Static(options.is_causal, options.scale, options.sliding_window, by_slot)
     offset = jnp.asarray(options.causal_offset, jnp.int32)
     arguments = (query, key, value, heads, gates, options.mask, offset)
     return _attend(static, *arguments), None
@@ -58,6 +59,7 @@ class _Static(NamedTuple):
     is_causal: bool
     scale: float
     sliding_window: int | None
+    by_slot: bool  # whether the lists of rows are by slot, instead of by head
 
 
 class _Tensors(NamedTuple):
@@ -99,7 +101,7 @@ def _forward(
     mask: Any,
     offset: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    rows = rows_of(heads, query.shape[2])
+    rows = (rows_by_slot if static.by_slot else rows_of)(heads, query.shape[2])
     tensors = _tensors(rows, query, key, value, mask, offset)
     length = len(tensors.positions)
 
@@ -113,7 +115,7 @@ def _forward(
 
     dtype = _accumulator(query)
     results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
-    (output, log_sums), _ = _for_tiles(static, tensors, rows, query.shape, of_tile, results)
+    (output, log_sums), _ = _for_tiles(static, tensors, rows, of_tile, results)
     output = output[: len(rows.places)]
     row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
     gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
@@ -158,7 +160,7 @@ def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tup
 
     results = (jnp.zeros(tensors.query.shape, dtype),)
     (by_query,), (by_key, by_value) = _for_tiles(
-        static, tensors, rows, query.shape, of_tile, results, (key, value)
+        static, tensors, rows, of_tile, results, (key, value)
     )
     by_query = place(by_query[: len(rows.places)].astype(query.dtype), rows)
     by_gates = jnp.take_along_axis(place(by_gates, rows), heads, axis=-1).astype(gates.dtype)
@@ -181,10 +183,9 @@ def _accumulator(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _tile_length(shape: tuple[int, ...], num_rows: int) -> int:
-    """Rows of a tile, for queries of the shape `(B, T, H, d)`."""
-    mean = num_rows / max(shape[0] * shape[2], 1) / _TILES_OF_A_LIST
-    length = 2 ** math.ceil(math.log2(max(mean, 1)))
+def _tile_length(rows_of_a_list: float) -> int:
+    """Rows of a tile, by the mean length of the lists."""
+    length = 2 ** math.ceil(math.log2(max(rows_of_a_list / _TILES_OF_A_LIST, 1)))
     return min(max(length, _SHORTEST_TILE), _LONGEST_TILE)
 
 
@@ -213,7 +214,6 @@ def _for_tiles(
     static: _Static,
     tensors: _Tensors,
     rows: Rows,
-    shape: tuple[int, ...],
     of_tile: Callable[..., Any],
     results: tuple[Any, ...],
     sums_like: tuple[Any, ...] = (),
@@ -222,17 +222,18 @@ def _for_tiles(
 
     The sums are over the rows of each key/value head, of the shapes of `sums_like`.
     """
-    batch, _, num_heads, _ = shape
-    key_length, groups = tensors.key.shape[1:3]
+    batch, key_length, groups = tensors.key.shape[:3]
+    num_lists = len(rows.starts) - 1
+    lists_of_group = num_lists // (batch * groups)
     dtype = tensors.query.dtype
-    count = _tile_length(shape, len(rows.places))
+    count = _tile_length(len(rows.places) / num_lists)
     widths = [key_length]
     if static.is_causal or static.sliding_window is not None:
         widths = sorted({-(-key_length * i // _SPANS) for i in range(1, _SPANS + 1)})
 
     def of_list(index: Any, carry: Any) -> Any:
         results, all_sums = carry
-        entry, group = index // num_heads, index % num_heads // (num_heads // groups)
+        entry, group = index // lists_of_group // groups, index // lists_of_group % groups
         key, value = (
             lax.dynamic_slice(x, (entry, 0, group, 0), (1, key_length, 1, x.shape[-1]))
             .reshape(key_length, x.shape[-1])
@@ -275,7 +276,7 @@ def _for_tiles(
         return results, all_sums
 
     all_sums = tuple(jnp.zeros(x.shape, dtype) for x in sums_like)
-    return lax.fori_loop(0, batch * num_heads, of_list, (results, all_sums))
+    return lax.fori_loop(0, num_lists, of_list, (results, all_sums))
 
 
 def _cut(

@@ -1,9 +1,12 @@
 """The rows of routed attention: every (token, head) pair that was taken, list by list.
 
-The tokens that took head `h` in batch entry `b` are one list, by position. The
-lists follow one another by batch entry and head, without gaps: `B T K` rows in all, however
-unevenly the heads are taken. Both directions between tokens and rows are gathers: scattering is
-slow where XLA compiles for a CPU.
+The tokens that took head `h` in batch entry `b` are one list, by position. The lists follow one
+another by batch entry and head, without gaps: `B T K` rows in all, however unevenly the heads are
+taken. Where every token takes equally many query heads of each key/value head, the slots that a
+token fills serve as heads: a list for each of them, of all tokens, with nothing to sort.
+
+Both directions between tokens and rows are gathers: scattering is slow where XLA compiles for a
+CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class Rows(NamedTuple):
     Attributes:
         places: `(R,)`, int32: of each row its index into `(B, T, H)`.
         positions: `(R,)`, int32: of each row the position `t` of its token.
-        starts: `(B H + 1,)`, int32: the first row of each list, and the end of the last.
+        starts: `(B H + 1,)`, by slots `(B K + 1,)`, int32: the first row of each list, and the end
+            of the last.
         taken: `(B, T, H)`, boolean: whether a head is taken.
         indices: `(B, T, H)`, int32: the row of each head that is taken, anything where it is not.
     """
@@ -51,6 +55,23 @@ def rows_of(heads: Any, num_heads: int) -> Rows:
     indices = ops.expand_dims(starts[:-1], -1) + ops.cumsum(lists, axis=-1) - 1
     indices = ops.reshape(ops.cast(indices, "int32"), (batch, num_heads, length))
     return Rows(places, positions, starts, taken, ops.transpose(indices, (0, 2, 1)))
+
+
+def rows_by_slot(heads: Any, num_heads: int) -> Rows:
+    """The rows of `heads (B, T, K)`, in a list for each batch entry and slot."""
+    batch, length, num_slots = ops.shape(heads)
+    entry = ops.reshape(ops.arange(batch, dtype="int32"), (-1, 1, 1))
+    token = ops.reshape(ops.arange(length, dtype="int32"), (1, -1, 1))
+    places = (entry * length + token) * num_heads + heads
+    taken = taken_heads(heads, num_heads)
+    slots = ops.cumsum(ops.cast(taken, "int32"), axis=-1) - 1
+    return Rows(
+        places=ops.reshape(ops.transpose(places, (0, 2, 1)), (-1,)),
+        positions=ops.arange(batch * num_slots * length, dtype="int32") % length,
+        starts=length * ops.arange(batch * num_slots + 1, dtype="int32"),
+        taken=taken,
+        indices=(entry * num_slots + ops.cast(slots, "int32")) * length + token,
+    )
 
 
 def span_of_keys(

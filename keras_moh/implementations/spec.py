@@ -61,6 +61,7 @@ class Options:
         sliding_window: Width of the window around the query's position, or `None`.
         dropout: Rate of dropout on the scores.
         seed: Seed of the dropout.
+        routing_groups: Number of groups of heads, in each of which a token takes equally many.
     """
 
     mask: Any
@@ -70,6 +71,7 @@ class Options:
     sliding_window: int | None
     dropout: float = 0.0
     seed: Any = None
+    routing_groups: int = 1
 
 
 def needs_reference(spec: AttentionSpec) -> str | None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from keras import ops
 
-from keras_moh.heads import dense_gates
-from keras_moh.implementations.rows import Rows, place, rows_of, span_of_keys, take
+from keras_moh.heads import dense_gates, fills_groups
+from keras_moh.implementations.rows import Rows, place, rows_by_slot, rows_of, span_of_keys, take
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.tensorflow_device import is_compiled_by_xla
 
@@ -47,12 +47,14 @@ def attend(
     if not isinstance(options.causal_offset, int):
         offset = tf.cast(options.causal_offset, tf.int32)
         options = dataclasses.replace(options, causal_offset=offset)
-    rows = rows_of(heads, query.shape[2])
+    by_slot = fills_groups(query.shape[2], heads.shape[2], key.shape[2], options.routing_groups)
+    rows = (rows_by_slot if by_slot else rows_of)(heads, query.shape[2])
+    num_lists = heads.shape[2] if by_slot else query.shape[2]
     row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
 
     @tf.custom_gradient
     def gated(query: Any, key: Any, value: Any, row_gates: Any) -> Any:
-        tensors = _tensors(rows, query, key, value, options)
+        tensors = _tensors(rows, num_lists, query, key, value, options)
         output = _outputs(tensors)
         factors = tf.cast(row_gates[:, None], output.dtype)
 
@@ -74,7 +76,7 @@ class _Tensors(NamedTuple):
     query: Any  # (R, d)
     key: Any  # (B G, S, d)
     value: Any  # (B G, S, dv)
-    num_heads: int
+    num_lists: int  # of a batch entry
     groups: int
     options: Options
 
@@ -89,7 +91,9 @@ class _Tile(NamedTuple):
     has_key: Any  # (n, 1), or None if all rows see a key
 
 
-def _tensors(rows: Rows, query: Any, key: Any, value: Any, options: Options) -> _Tensors:
+def _tensors(
+    rows: Rows, num_lists: int, query: Any, key: Any, value: Any, options: Options
+) -> _Tensors:
     dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
 
     def by_group(x: Any) -> Any:
@@ -100,7 +104,7 @@ def _tensors(rows: Rows, query: Any, key: Any, value: Any, options: Options) -> 
     query_rows = tf.cast(take(query, rows), dtype)
     return _Tensors(
         *(rows, query_rows, by_group(key), by_group(value)),
-        *(query.shape[2], key.shape[2], options),
+        *(num_lists, key.shape[2], options),
     )
 
 
@@ -177,7 +181,7 @@ def _for_tiles(
     drive = _for_fixed_tiles if is_compiled_by_xla() else _for_fitting_tiles
     results, sums = drive(tensors, inputs, of_tile, widths, sum_widths)
     batch, key_length = ops.shape(tensors.rows.taken)[0], ops.shape(tensors.key)[1]
-    by_group = (batch, tensors.groups, tensors.num_heads // tensors.groups)
+    by_group = (batch, tensors.groups, tensors.num_lists // tensors.groups)
     sums = [
         tf.reduce_sum(tf.reshape(x, (*by_group, width, key_length)), axis=2)
         for x, width in zip(sums, sum_widths, strict=True)
@@ -325,11 +329,11 @@ def _cut(x: Any, begin: Any) -> Any:
 
 def _of_list(tensors: _Tensors, index: Any) -> tuple[Any, Any, Any]:
     """Key `(S, d)`, value `(S, dv)` and mask `(T or 1, S)` or `None` of a list."""
-    group = index // (tensors.num_heads // tensors.groups)
+    group = index // (tensors.num_lists // tensors.groups)
     mask = tensors.options.mask
     if mask is not None:
         # Axes of length 1 may be known as such only when the graph runs.
-        mask = mask[tf.minimum(index // tensors.num_heads, tf.shape(mask)[0] - 1), 0]
+        mask = mask[tf.minimum(index // tensors.num_lists, tf.shape(mask)[0] - 1), 0]
         mask = tf.broadcast_to(mask, (tf.shape(mask)[0], tf.shape(tensors.key)[1]))
     return tensors.key[group], tensors.value[group], mask
 
