@@ -24,14 +24,16 @@ FRAMEWORKS = {
 }
 each_backend = nox.parametrize("backend", list(FRAMEWORKS))
 
-# The tests are many and small, so they run in one process a core with one thread each.
-ONE_THREAD = {
+# The tests are many and small, so they run in one process a core with one thread each. Most of
+# their time goes into compiling what then runs once: XLA is not to optimize its machine code.
+FOR_TESTS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "NPROC": "1",  # XLA's thread pool
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
 
 
@@ -96,7 +98,7 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, "--editable", ".[test]", FRAMEWORKS[backend])
     environment = {
         **keras_environment(session, backend),
-        **ONE_THREAD,
+        **FOR_TESTS,
         "KERAS_MOH_EXPECTED_BACKEND": backend,
         "JAX_ENABLE_X64": "0",
     }
@@ -128,7 +130,7 @@ def integrations(session: nox.Session, backend: str) -> None:
     install(session, "--editable", ".[hub,test]", *frameworks)
     environment = {
         **keras_environment(session, backend),
-        **ONE_THREAD,
+        **FOR_TESTS,
         "KERAS_MOH_EXPECTED_BACKEND": backend,
         "KERAS_MOH_OTHERS_ALLOWED": "1",
         "JAX_ENABLE_X64": "0",

@@ -115,6 +115,10 @@ def large_spec(**changes: Any) -> AttentionSpec:
         (GROUPS, "compact" if BACKEND == "torch" else ON_ROWS),
         ({**GROUPS, "mask_shape": (1, 1, 1, 4096)}, ON_ROWS),
         ({**GROUPS, "sliding_window": 99}, ON_ROWS),
+        # A step of decoding.
+        ({"query_length": 1, "key_length": 32768}, ON_ROWS),
+        ({"query_length": 1, "key_length": 512}, "reference"),
+        ({"query_length": 1, "key_length": 32768, "num_key_value_heads": 4}, "reference"),
         ({"dropout": 0.1}, "reference"),
         ({"return_attention_scores": True}, "reference"),
         ({"mask_shape": (1, 12, 4096, 4096)}, "reference"),

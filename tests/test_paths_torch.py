@@ -43,6 +43,32 @@ def test_the_reference_has_one() -> None:
     assert largest_tensor("reference", {}) >= LENGTH**2
 
 
+@pytest.mark.parametrize("groups", [6, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_decoding_copies_no_keys(groups: int, masked: bool) -> None:
+    """A step reads views of the cache: what it makes is smaller than one head's keys."""
+    slots, made = 4096, []
+    layer = moh_attention(key_dim=4, num_key_value_heads=groups, implementation="torch_sdpa")
+    x, cache = floats(1, 1, D), torch.ones((1, 2, slots, groups, 4))
+    mask = (np.arange(slots) < slots - 3)[None] if masked else None
+    layer(x, cache=cache, key_mask=mask)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in keras.tree.flatten(result):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() != cache.untyped_storage().data_ptr():
+                        made.append(storage.nbytes() // tensor.itemsize)
+            return result
+
+    with torch.no_grad(), Recorder():
+        layer(x, cache=cache, key_mask=mask)
+    assert made
+    assert max(made) < slots
+
+
 def largest_tensor(name: str, options: dict[str, Any]) -> int:
     """Entries of the largest tensor that any operation makes, forward and backward."""
     sizes = []
