@@ -93,7 +93,7 @@ class RotaryEmbedding(keras.layers.Layer):
         # One for each token, whatever axes are between tokens and features.
         between = tuple(range(len(angles.shape) - 1, len(angles.shape) + len(inputs.shape) - 4))
         angles = ops.expand_dims(angles, between) if between else angles
-        cosines, sines = (ops.cast(f(angles), inputs.dtype) for f in (ops.cos, ops.sin))
+        cosines, sines = (ops.cast(x, inputs.dtype) for x in _cosines_and_sines(angles))
         first, second = inputs[..., : width // 2], inputs[..., width // 2 :]
         return ops.concatenate(
             [first * cosines - second * sines, second * cosines + first * sines], axis=-1
@@ -115,6 +115,14 @@ class RotaryEmbedding(keras.layers.Layer):
             "max_wavelength": self.max_wavelength,
             "scaling_factor": self.scaling_factor,
         }
+
+
+def _cosines_and_sines(angles: Any) -> tuple[Any, Any]:
+    """In the dtype of the angles, also where `ops.cos` rounds float64 to float32, as on JAX."""
+    if keras.backend.standardize_dtype(angles.dtype) != "float64":
+        return ops.cos(angles), ops.sin(angles)
+    turns = ops.exp(1j * ops.cast(angles, "complex128"))
+    return ops.real(turns), ops.imag(turns)
 
 
 def check_rotary_embedding(rotary_embedding: Any) -> Any:

@@ -527,7 +527,7 @@ def test_report():
 def test_a_long_sequence_takes_a_fast_path(ran):
     """By the rule of `costs.py` as it is."""
     inputs = keras.Input((None, 64))
-    layer = layers.MultiHeadAttention(8, 8)
+    layer = layers.MultiHeadAttention(8, 32)
     model = keras.Model(inputs, layer(inputs, inputs, use_causal_mask=True))
     converted, _ = keras_moh.convert_to_moh(model, 0.25, 0.25)
     converted.predict(floats(1, 1024, 64), verbose=0)

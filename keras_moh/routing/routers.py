@@ -442,7 +442,7 @@ class QueryNormRouter(Router):
     >>> router = keras_moh.QueryNormRouter(num_heads=4, num_shared_heads=1, top_k=1)
     >>> query = np.array([[[[1.0, 0.0], [3.0, 4.0], [0.0, 6.0], [2.0, 2.0]]]], "float32")
     >>> heads, gates, probabilities = router(np.ones((1, 1, 8), "float32"), query=query)
-    >>> heads.tolist(), gates.tolist()
+    >>> np.asarray(heads).tolist(), np.asarray(gates).tolist()
     ([[[0, 2]]], [[[1.0, 1.0]]])
     """
 
