@@ -140,6 +140,34 @@ def test_without_the_kernel_for_cpus(
         np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=0, atol=2e-5 * size)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("offset", [-7, 0, 900])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sliding_window": 23}], ids=str)
+def test_pieces_of_a_span_are_joined(
+    options: dict[str, Any], offset: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that all rows of a chunk see, however few, apart from those that only some see."""
+    options = {"sliding_window": 101, **options, "causal_offset": offset}
+    tensors, heads, cotangent = inputs_of_length(1)
+    expected, expected_by_inputs = output_and_gradients(
+        attention("reference", heads, **options), tensors, cotangent
+    )
+    joined, pieces = torch_sdpa._joined, []
+    monkeypatch.setattr(torch_sdpa, "_joined", lambda of: pieces.append(len(of)) or joined(of))
+    monkeypatch.setattr(torch_sdpa, "_CHUNK", 5)
+    monkeypatch.setattr(torch_sdpa, "_WORTH_A_PIECE", 1)
+    if not fused:
+        monkeypatch.setattr(torch_sdpa, "_FUSED_DEVICES", ())
+    output, by_inputs = output_and_gradients(
+        attention("torch_sdpa", heads, **options), tensors, cotangent
+    )
+    assert max(pieces) == 3
+    results, wanted_results = (output, *by_inputs), (expected, *expected_by_inputs)
+    for actual, wanted in zip(results, wanted_results, strict=True):
+        size = max(float(wanted.abs().max()), 1.0)
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=0, atol=2e-5 * size)
+
+
 def captures() -> dict[str, Callable[..., Any]]:
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 
