@@ -141,6 +141,7 @@ def test_pieces_of_a_span_are_joined(
     joined, pieces = torch_sdpa._joined, []
     monkeypatch.setattr(torch_sdpa, "_joined", lambda of: pieces.append(len(of)) or joined(of))
     monkeypatch.setattr(torch_sdpa, "_CHUNK", 5)
+    monkeypatch.setattr(torch_sdpa, "_CHUNK_OF_ALL", 5)
     monkeypatch.setattr(torch_sdpa, "_WORTH_A_PIECE", 1)
     if not fused:
         monkeypatch.setattr(torch_sdpa, "_FUSED_DEVICES", ())

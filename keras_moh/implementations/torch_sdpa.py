@@ -37,6 +37,9 @@ from keras_moh.implementations.torch_rows import (
 # Rows of a chunk where a chunk has a mask: short, so that keys beyond its last row are left out,
 # yet long enough for the kernel to run at its full rate.
 _CHUNK = 128
+# The same for a list of all tokens: as many rows span fewer keys, so a chunk may have more of them.
+# (The kernel's own causality takes 1.4 times as long: its threads share the rows unevenly.)
+_CHUNK_OF_ALL = 256
 # Keys that all rows of a chunk see, from which on they are computed apart from those with a mask.
 _WORTH_A_PIECE = 256
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
@@ -96,7 +99,6 @@ class _Part(NamedTuple):
 
     keys: slice
     bias: torch.Tensor | None = None
-    is_causal: bool = False  # row `i` sees keys `0` to `i`
 
 
 class _Chunk(NamedTuple):
@@ -125,7 +127,7 @@ class _Attend(torch.autograd.Function):
                     query[rows],
                     keys[entry][part.keys, group],
                     values[entry][part.keys, group],
-                    *(part.bias, part.is_causal, options.scale),
+                    *(part.bias, options.scale),
                 )
                 for part in parts
             ]
@@ -148,7 +150,6 @@ class _Attend(torch.autograd.Function):
                     *(by_output[rows], query[rows], keys[entry][span], values[entry][span]),
                     *(output[rows], log_sums[rows]),
                     bias=part.bias,
-                    is_causal=part.is_causal,
                     scale=ctx.options.scale,
                 )
                 by_query[rows] += of_queries
@@ -200,13 +201,6 @@ def _chunks(
     if mask is not None:
         mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
     whole = mask is None and not options.is_causal and options.sliding_window is None
-    # The kernel has causality of its own, for lists of all tokens.
-    triangular = (
-        options.mask is None
-        and options.sliding_window is None
-        and isinstance(options.causal_offset, int)
-        and options.causal_offset == 0
-    )
     if not whole:
         token = positions(plan)
         query_position = token + options.causal_offset
@@ -235,13 +229,13 @@ def _chunks(
             keys = key_lists[entry]
             if not count or not keys:
                 continue
-            if whole or (triangular and count == plan.length):
-                span = slice(0, len(keys) if whole else min(len(keys), count))
-                part = _Part(span, is_causal=not whole)
-                yield _Chunk(slice(start, stop), entry, group, [part])
+            if whole:
+                everything = [_Part(slice(0, len(keys)))]
+                yield _Chunk(slice(start, stop), entry, group, everything)
                 continue
-            for begin in range(start, stop, _CHUNK):
-                rows = slice(begin, min(begin + _CHUNK, stop))
+            chunk = _CHUNK_OF_ALL if count == plan.length else _CHUNK
+            for begin in range(start, stop, chunk):
+                rows = slice(begin, min(begin + chunk, stop))
                 some, every = _spans(query_list[begin], query_list[rows.stop - 1], keys, options)
                 if some.start == some.stop:
                     continue
@@ -321,7 +315,6 @@ def _forward(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: Any,
-    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention `(n, d)` of queries `(n, d)` over keys `(m, d)`, and its logarithmic sums.
@@ -331,12 +324,11 @@ def _forward(
     if query.device.type in _FUSED_DEVICES:
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x[None, None] for x in (query, key, value)),
-            is_causal=is_causal,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return output[0, 0], log_sums[0, 0]
-    scores = _scores(query, key, bias, is_causal, scale)
+    scores = _scores(query, key, bias, scale)
     log_sums = scores.logsumexp(-1).clamp(min=torch.finfo(scores.dtype).min)
     return (scores - log_sums[:, None]).exp().to(value.dtype) @ value, log_sums
 
@@ -360,7 +352,6 @@ def _backward(
     output: torch.Tensor,
     log_sums: torch.Tensor,
     bias: Any,
-    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by query, key and value of `_forward`."""
@@ -368,22 +359,18 @@ def _backward(
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x[None, None] for x in (by_output, query, key, value, output, log_sums)),
             dropout_p=0.0,
-            is_causal=is_causal,
+            is_causal=False,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return tuple(gradient[0, 0] for gradient in gradients)
-    weights = (_scores(query, key, bias, is_causal, scale) - log_sums[:, None]).exp()
+    weights = (_scores(query, key, bias, scale) - log_sums[:, None]).exp()
     by_weights = (by_output @ value.T).to(weights.dtype)
     mean = (by_output * output).to(weights.dtype).sum(-1, keepdim=True)
     by_scores = (scale * weights * (by_weights - mean)).to(query.dtype)
     return by_scores @ key, by_scores.T @ query, weights.to(by_output.dtype).T @ by_output
 
 
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, bias: Any, is_causal: bool, scale: float
-) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, bias: Any, scale: float) -> torch.Tensor:
     scores = scale * (query @ key.T).to(_sum_dtype(query))
-    if is_causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape).triu(1).bool(), -math.inf)
     return scores if bias is None else scores + bias
