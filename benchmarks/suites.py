@@ -97,7 +97,7 @@ def compact(options: Options) -> Iterator[Record]:
             routing_groups=4,
             training=training,
         )
-        yield options.measure(case, [DENSE, KERAS, REFERENCE, "compact", CHOSEN])
+        yield options.measure(case, [DENSE, "compact", CHOSEN])
 
 
 def convert(options: Options) -> Iterator[Record]:
