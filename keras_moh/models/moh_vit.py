@@ -30,7 +30,7 @@ class MoHViT(keras.Model):
     after the last layer are classified (arXiv 2010.11929, 2012.12877). Attention is `MoHAttention`
     in every layer; a layer whose heads are all shared (`top_k` 0) gates its heads, and routes none.
 
-    The paper's own vision models are of another architecture, TransNeXt.
+    The paper's own vision models are of another architecture: `MoHTransNeXt`.
 
     Args:
         image_size: Height and width of the images, a multiple of `patch_size`.
