@@ -18,8 +18,11 @@ import numpy as np
 from keras_moh.conversion.convert import plan, put
 from keras_moh.conversion.selection import Budget
 from keras_moh.errors import integer, number_in
+from keras_moh.models.checkpoints import check_weights
+from keras_moh.models.keras_hub_models import keras_hub_models
 from keras_moh.models.safetensors import StoredTensor, stored_tensors
 
+PURPOSE = "Loading MoH-LLaMA3"
 INDEX = "model.safetensors.index.json"
 
 # Buffers of rotary embedding, which some versions of `transformers` stored: computed, not learned.
@@ -63,12 +66,12 @@ def load_moh_llama3(
     model.generate("Attention is", max_length=50)
     ```
     """
-    models = _keras_hub_models()
+    models = keras_hub_models(PURPOSE)
     folder = Path(path_or_preset)
     arguments = backbone_arguments(_read_json(folder / "config.json"))
     tensors = stored_tensors(_weight_files(folder))
     # Before the model, which may take minutes to make: what is wrong is known by the headers.
-    check_weights(tensors, arguments)
+    _check_weights(tensors, arguments)
     preprocessor = _preprocessor(folder)
 
     backbone = models.Llama3Backbone(**arguments, dtype=dtype)
@@ -78,17 +81,6 @@ def load_moh_llama3(
     adapters, _ = plan(model, num_shared_heads, top_k)
     put(adapters, model)
     return model
-
-
-def _keras_hub_models() -> Any:
-    """The module `keras_hub.models`: keras-hub is optional, and slow to import."""
-    try:
-        from keras_hub import models
-    except ImportError as error:
-        raise ImportError(
-            "Loading MoH-LLaMA3 needs keras-hub: `pip install keras-moh[hub]`"
-        ) from error
-    return models
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -228,26 +220,20 @@ def _of_layer(number: int, attribute: str) -> Callable[[Any], Any]:
     return lambda backbone: get(backbone.transformer_layers[number])
 
 
-def check_weights(tensors: Mapping[str, StoredTensor], arguments: dict[str, Any]) -> None:
+def _check_weights(tensors: Mapping[str, StoredTensor], arguments: dict[str, Any]) -> None:
     """Refuse a checkpoint whose weights are not exactly those of the backbone, naming all of them.
 
     Raises:
         ValueError: if a weight is missing, unexpected, or of another shape.
     """
-    shapes = {place.name: place.shape for place in weight_places(arguments)}
     computed = {name for name in tensors if name.endswith(COMPUTED)}
     if arguments["tie_word_embeddings"]:
         computed.add("lm_head.weight")  # the embeddings again
-    wrong = [f"missing: {name}" for name in shapes if name not in tensors]
-    wrong += [f"unexpected: {name}" for name in tensors if name not in {*shapes, *computed}]
-    wrong += [
-        f"of the wrong shape: {name} is {tensors[name].shape}, where the config says {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if wrong:
-        listed = "\n  ".join(wrong)
-        raise ValueError(f"The weights are not those that config.json describes:\n  {listed}")
+    check_weights(
+        {name: tensor.shape for name, tensor in tensors.items() if name not in computed},
+        {place.name: place.shape for place in weight_places(arguments)},
+        "that config.json describes",
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -275,7 +261,7 @@ def _preprocessor(folder: Path) -> Any:
     """The preprocessor with the folder's tokenizer, or `None` if it has none."""
     if not (folder / "tokenizer.json").exists():
         return None
-    models = _keras_hub_models()
+    models = keras_hub_models(PURPOSE)
     content = _read_json(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
     try:

@@ -11,12 +11,12 @@ from keras import ops
 
 import keras_moh
 from keras_moh.models import load_moh_llama3
+from tests.checkpoints import write_safetensors
 from tests.helpers import to_numpy
 from tests.integrations.checkpoints import (
     FILES,
     Golden,
     write_folder,
-    write_safetensors,
     write_tokenizer,
 )
 from tests.integrations.models import DECODER, adapters, with_noise
@@ -259,7 +259,7 @@ def test_every_wrong_weight_is_listed(tmp_path, monkeypatch):
     assert str(error.value).splitlines()[1:] == [
         "  missing: model.norm.weight",
         "  unexpected: model.layers.9.mlp.up_proj.weight",
-        f"  of the wrong shape: {name} is (63, 64), where the config says (64, 64)",
+        f"  of the wrong shape: {name} is (63, 64), not (64, 64)",
     ]
 
 
