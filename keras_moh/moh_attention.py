@@ -171,8 +171,9 @@ class MoHAttention(keras.layers.Layer):
             may hold anything. Defaults to `None`.
         cache_update_index: Position of the first token of the call, an integer or a scalar tensor:
             keys and values of the call are written into the cache from there on, and causality,
-            window and rotary embedding count from there. Defaults to `None`, with which the cache
-            is read, and `value` and `key` are not.
+            window and rotary embedding count from there. That there is room for them is checked
+            of an integer, not of a tensor. Defaults to `None`, with which the cache is read, and
+            `value` and `key` are not.
 
     Returns:
         `output`, or a tuple `(output[, attention_scores][, cache][, routing])`:
@@ -499,6 +500,8 @@ class MoHAttention(keras.layers.Layer):
         is_self_attention = value is None
         inputs = _with_defaults(query, value, key, query_mask, value_mask, key_mask)
         index = self._check_call(inputs, attention_mask, use_causal_mask, cache, cache_update_index)
+        if index is not None and not isinstance(index, int):
+            index = ops.cast(index, "int32")  # JAX and TensorFlow do not slice by every dtype
         query, value, key, query_mask, value_mask, key_mask = inputs
         query_mask = as_boolean(query_mask)
         own_mask = query_mask if is_self_attention else None

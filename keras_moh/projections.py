@@ -7,7 +7,6 @@ kernel and bias are used, without the layer.
 
 from __future__ import annotations
 
-import math
 import string
 from typing import Any
 
@@ -85,11 +84,7 @@ class RowProjections:
     def combine(self, rows: Any, projection: keras.layers.EinsumDense) -> Any:
         """The outputs `(B, T, *output_shape)` of rows."""
         kernel, bias = _weights(projection)
-        output_shape = tuple(kernel.shape[2:])
-        kernel = ops.reshape(kernel, (*kernel.shape[:2], math.prod(output_shape)))
-        output = self._rows.combine(rows, kernel, self.plan)
-        output = ops.reshape(output, (*ops.shape(output)[:2], *output_shape))
-        return output if bias is None else output + bias
+        return self._rows.combine(rows, kernel, bias, self.plan)
 
 
 def _weights(projection: keras.layers.EinsumDense) -> tuple[Any, Any]:

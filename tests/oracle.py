@@ -150,7 +150,10 @@ def router_z_loss(scores: np.ndarray, valid: np.ndarray | None = None) -> float:
         valid = np.ones(scores.shape[:-1], bool)
     if not valid.any():
         return 0.0
-    return float((np.log(np.exp(scores[valid]).sum(axis=-1)) ** 2).mean())
+    scores = scores[valid]
+    largest = scores.max(axis=-1)  # lengths of queries that are nearly equal give large scores
+    rest = np.exp(scores - largest[:, np.newaxis]).sum(axis=-1)
+    return float(((largest + np.log(rest)) ** 2).mean())
 
 
 def allowed(

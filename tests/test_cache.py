@@ -273,6 +273,31 @@ def test_gradients(name: str, implementation: str | None) -> None:
         np.testing.assert_allclose(actual, desired, rtol=0, atol=3e-5 * size)
 
 
+def assert_any_index() -> None:
+    """Tensors of all integer dtypes, with and without masks that are sliced as the cache is."""
+    layer = decoder(**LAYERS["grouped"])
+    x = ops.convert_to_tensor(floats(B, N, D))
+    expected = to_numpy(layer(x, use_causal_mask=True))
+    call = {"use_causal_mask": True}
+    _, cache = layer(x[:, :4], **call, cache=empty_cache(layer), cache_update_index=0)
+    for index_dtype in ("int8", "uint8", "int16", "int32", "int64"):
+        index = ops.convert_to_tensor(np.array(4, index_dtype))
+        for mask in (None, np.ones((B, 2), bool), np.ones((B, SLOTS), bool)):
+            further = {"cache": cache, "cache_update_index": index, "key_mask": mask}
+            output, _ = layer(x[:, 4:6], **call, **further)
+            np.testing.assert_allclose(to_numpy(output), expected[:, 4:6], rtol=0, atol=1e-4)
+
+
+def test_indices_of_every_dtype() -> None:
+    assert_any_index()
+
+
+@pytest.mark.float64
+def test_indices_of_every_dtype_where_there_is_float64() -> None:
+    """On JAX integers are of 64 bits then as well."""
+    assert_any_index()
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_low_precision(policy: str) -> None:
     """The cache comes back in the compute dtype."""

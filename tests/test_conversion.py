@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_moh
 from keras_moh.conversion import Adapter
@@ -230,12 +231,106 @@ def test_file_in_a_new_process(tmp_path):
     subprocess.run(command, check=True, timeout=240)
 
 
+@keras.saving.register_keras_serializable("keras_moh_tests")
+class Scaling(layers.Layer):
+    """A layer that computes with what it makes of its weight, once, and with a list in a file."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), trainable=False)
+        self.offsets = [0.0]
+        self.finalize()
+
+    def finalize(self):
+        self.factor = 2 * to_numpy(self.scale)
+
+    def call(self, x):
+        return x * self.factor + self.offsets[0]
+
+    def load_own_variables(self, store):
+        super().load_own_variables(store)
+        self.finalize()
+
+    def save_assets(self, folder):
+        (pathlib.Path(folder) / "offsets.json").write_text(json.dumps(self.offsets))
+
+    def load_assets(self, folder):
+        self.offsets = json.loads((pathlib.Path(folder) / "offsets.json").read_text())
+
+
+def test_state_made_of_weights_and_of_files_comes_along():
+    x = 3 + 2 * floats(B, T, D)
+    inputs = keras.Input((None, D))
+    normalization, scaling = layers.Normalization(), Scaling(name="scaling")
+    normalization.adapt(x)
+    y = scaling(normalization(inputs))
+    model = keras.Model(inputs, attention()(y, y))
+    scaling.scale.assign(1.5)
+    scaling.finalize()
+    scaling.offsets[0] = 0.25
+    converted, _ = keras_moh.convert_to_moh(model, 1.0, 0)
+    np.testing.assert_allclose(predict(converted, x)[0], predict(model, x)[0], atol=1e-5)
+    # Nothing is shared, and the layer is part of the new model's graph.
+    own = converted.get_layer("scaling")
+    own.offsets[0] = 9.0
+    assert scaling.offsets == [0.25]
+    part = keras.Model(converted.input, own.output)
+    expected = to_numpy(normalization(x)) * own.factor + 9.0
+    np.testing.assert_allclose(predict(part, x)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="strings need TensorFlow")
+def test_vocabularies_come_along(tmp_path):
+    texts = np.array([["the cat sat"], ["a dog"]])
+    vectorization = layers.TextVectorization(output_sequence_length=T, name="texts")
+    vectorization.adapt(texts)
+    inputs = keras.Input((1,), dtype="string")
+    x = layers.Embedding(9, D)(vectorization(inputs))
+    model = keras.Model(inputs, attention()(x, x))
+    converted, _ = keras_moh.convert_to_moh(model, 1.0, 0)
+    converted.save(tmp_path / "model.keras")
+    texts = ops.convert_to_tensor(texts)
+    expected = to_numpy(model(texts))
+    np.testing.assert_allclose(to_numpy(converted(texts)), expected, atol=1e-5)
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(to_numpy(again(texts)), expected, atol=1e-5)
+    converted.get_layer("texts").adapt(np.array([["quite other words"]]))
+    np.testing.assert_array_equal(to_numpy(model(texts)), expected)
+
+
+@keras.saving.register_keras_serializable("keras_moh_tests")
+class CausalSelfAttention(layers.Layer):
+    """A block around attention, of a name as attention has."""
+
+    def build(self, shape):
+        self.inner = attention(name="inner")
+        self.inner.build(shape, shape)
+
+    def call(self, x):
+        return x + self.inner(x, x, use_causal_mask=True)
+
+
+def test_blocks_that_are_called_attention():
+    model = keras.Sequential([keras.Input((None, D)), CausalSelfAttention(), CausalSelfAttention()])
+    once, report = keras_moh.convert_to_moh(model, 1.0, 0, layers=0)
+    assert [layer.path.split("/")[-1] for layer in report.converted] == ["inner"]
+    assert [layer.reason for layer in report.left] == ["it is not among `layers`"]
+    twice, report = keras_moh.convert_to_moh(once, 1.0, 0)
+    assert len(adapters(twice)) == 2
+    assert len(report.converted) == 1
+    assert not report.left
+    assert_equal_outputs(twice, model)
+
+
 def test_converting_again_converts_what_was_left():
     model = OwnGraph()
     once, _ = keras_moh.convert_to_moh(model, 2, 2, layers="block")
+    adapters(once)[0].query_dense.trainable = False
     twice, report = keras_moh.convert_to_moh(once, 1.0, 0)
     assert [layer.num_active_heads for layer in adapters(twice)] == [6, 4, 4]
     assert len(report.converted) == 1
+    for actual, expected in zip(twice.get_weights(), once.get_weights(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert [layer.query_dense.trainable for layer in adapters(twice)] == [True, False, True]
     with pytest.raises(ValueError, match="nothing to convert"):
         keras_moh.convert_to_moh(twice, 2, 2)
 
@@ -334,6 +429,7 @@ def test_budgets():
     assert numbers(1, 3) == [(1, 3)] * 5
     assert numbers(0.5, 0.34) == [(3, 2)] * 5
     assert numbers(np.int64(1), 1 / 3) == [(1, 2)] * 5
+    assert numbers(np.float32(0.5), np.float64(0.34)) == [(3, 2)] * 5
     assert numbers(lambda layer: 1 if layer.name == "shared" else 0.5, 1) == [
         *[(3, 1), (1, 1)],
         *[(3, 1)] * 3,
@@ -522,6 +618,13 @@ def test_report():
     assert lines[-1].startswith("On the sample the outputs move by ")
     with pytest.raises(AttributeError):
         report.router = "two_stage"
+
+
+def test_a_sample_needs_float_outputs():
+    inputs = keras.Input((T, D))
+    model = keras.Model(inputs, ops.argmax(attention()(inputs, inputs), axis=-1))
+    with pytest.raises(ValueError, match="`sample` needs a model with outputs of a float dtype"):
+        keras_moh.convert_to_moh(model, 2, 2, sample=floats(B, T, D))
 
 
 def test_a_long_sequence_takes_a_fast_path(ran):

@@ -124,20 +124,45 @@ def test_without_the_kernel_for_cpus(
 ) -> None:
     """As on other devices, by plain products, also of rows that see no key."""
     options = options | ({"causal_offset": -2} if options.get("is_causal") else {})
-    tensors, heads, cotangent = inputs_of_length(1)
-    expected, expected_by_inputs = output_and_gradients(
-        attention("reference", heads, **options), tensors, cotangent
-    )
     monkeypatch.setattr(torch_sdpa, "_FUSED_DEVICES", ())
     with FlopCounterMode(display=False) as counter:
-        output, by_inputs = output_and_gradients(
-            attention("torch_sdpa", heads, **options), tensors, cotangent
-        )
+        results = output_and_all_gradients("torch_sdpa", options)
+    check(results, options)
     assert counter.get_total_flops() > 0  # plain products are counted, the kernel is not
-    results, wanted_results = (output, *by_inputs), (expected, *expected_by_inputs)
-    for actual, wanted in zip(results, wanted_results, strict=True):
-        size = max(float(wanted.abs().max()), 1.0)
-        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=0, atol=2e-5 * size)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("offset", [-7, 0, 900])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sliding_window": 23}], ids=str)
+def test_pieces_of_a_span_are_joined(
+    options: dict[str, Any], offset: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that all rows of a chunk see, however few, apart from those that only some see."""
+    joined, pieces = torch_sdpa._joined, []
+    monkeypatch.setattr(torch_sdpa, "_joined", lambda of: pieces.append(len(of)) or joined(of))
+    monkeypatch.setattr(torch_sdpa, "_CHUNK", 5)
+    monkeypatch.setattr(torch_sdpa, "_CHUNK_OF_ALL", 5)
+    monkeypatch.setattr(torch_sdpa, "_WORTH_A_PIECE", 1)
+    if not fused:
+        monkeypatch.setattr(torch_sdpa, "_FUSED_DEVICES", ())
+    options = {"sliding_window": 101, **options, "causal_offset": offset}
+    check(output_and_all_gradients("torch_sdpa", options), options)
+    assert max(pieces) == 3
+
+
+def output_and_all_gradients(name: str, options: dict[str, Any]) -> list[Any]:
+    tensors, heads, cotangent = inputs_of_length(1)
+    output, by_inputs = output_and_gradients(attention(name, heads, **options), tensors, cotangent)
+    return [output, *by_inputs]
+
+
+def check(results: list[Any], options: dict[str, Any]) -> None:
+    """Against the reference."""
+    for actual, expected in zip(
+        results, output_and_all_gradients("reference", options), strict=True
+    ):
+        size = max(float(expected.abs().max()), 1.0)
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), rtol=0, atol=2e-5 * size)
 
 
 def captures() -> dict[str, Callable[..., Any]]:

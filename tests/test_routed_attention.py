@@ -410,6 +410,11 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"load": "by entry"},
         {"is_causal": True, "sliding_window": 37, "causal_offset": -50},
     ),
+    "wide window": ({"load": "even"}, {"sliding_window": 331}),
+    "wide causal window": (
+        {"taken": 4},
+        {"is_causal": True, "sliding_window": 450, "causal_offset": 300},
+    ),
     "padding": ({"load": "the same"}, {"mask": UNKNOWN_KEYS[::-1]}),
     "padding at the end": ({"load": "even"}, {"mask": UNKNOWN_KEYS}),
     "mask": ({"load": "uneven"}, {"mask": some_mask(*LONG_MASK)}),
@@ -442,7 +447,7 @@ def test_long(path: Path, shape: dict[str, Any], options: dict[str, Any]) -> Non
 
 @each_fast_path
 @pytest.mark.float64
-@pytest.mark.parametrize("name", ["nothing", "mask", "causal window and padding"])
+@pytest.mark.parametrize("name", ["nothing", "causal", "mask", "causal window and padding"])
 def test_long_in_float64(path: Path, name: str) -> None:
     shape, options = LONG_CASES[name]
     check(path, LONG | shape, options, "float64")
@@ -450,8 +455,9 @@ def test_long_in_float64(path: Path, name: str) -> None:
 
 @each_fast_path
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_long_in_half_precision(path: Path, dtype: str) -> None:
-    shape, options = LONG_CASES["causal window and padding"]
+@pytest.mark.parametrize("name", ["causal", "causal window and padding"])
+def test_long_in_half_precision(path: Path, name: str, dtype: str) -> None:
+    shape, options = LONG_CASES[name]
     check(path, LONG | shape, options, dtype)
 
 

@@ -11,6 +11,7 @@ from keras_moh.conversion.llama_attention import MoHLlamaAttention
 from keras_moh.conversion.mistral_attention import MoHMistralAttention
 from keras_moh.conversion.multi_head_attention import MoHMultiHeadAttention
 from keras_moh.conversion.qwen3_attention import MoHQwen3Attention
+from keras_moh.conversion.remembering import walk
 from keras_moh.moh_attention import MoHAttention
 
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -44,10 +45,14 @@ REASONS = {
 
 
 def is_attention(layer: keras.Layer) -> bool:
-    """Whether `layer` is attention, of a class with an adapter or not."""
-    name = type(layer).__name__
-    return class_name(layer) in ADAPTERS or (
-        name.endswith("Attention") and not isinstance(layer, MoHAttention)
+    """Whether `layer` is attention that is not converted, of a class with an adapter or not."""
+    if class_name(layer) in ADAPTERS:
+        return True
+    if isinstance(layer, MoHAttention) or not type(layer).__name__.endswith("Attention"):
+        return False
+    # What a user calls `SelfAttention` may be a block around such a layer, with a norm and a sum.
+    return not any(
+        class_name(inner) in ADAPTERS or isinstance(inner, MoHAttention) for _, inner in walk(layer)
     )
 
 

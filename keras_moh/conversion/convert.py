@@ -262,10 +262,13 @@ def _converted(layer: keras.Layer, adapter: Adapter) -> ConvertedLayer:
 
 
 def _change(model: keras.Model, new_model: keras.Model, sample: Any) -> OutputChange:
-    old, new = (
-        np.concatenate([np.ravel(x).astype("float64") for x in _float_outputs(m, sample)])
-        for m in (model, new_model)
-    )
+    outputs = [_float_outputs(m, sample) for m in (model, new_model)]
+    if not outputs[0]:
+        raise ValueError(
+            "Argument `sample` needs a model with outputs of a float dtype. Received: a sample for "
+            f"the model '{model.name}', which has none"
+        )
+    old, new = (np.concatenate([np.ravel(x).astype("float64") for x in o]) for o in outputs)
     change = np.abs(new - old)
     size = math.sqrt(np.mean(np.square(old)))
     moved = math.sqrt(np.mean(np.square(change)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 
 from keras_moh.conversion.configs import completed
 from keras_moh.conversion.remembering import walk
+from keras_moh.keras_internals import all_layers, nodes
 
 
 def copy_model(model: keras.Model) -> keras.Model:
@@ -20,7 +22,7 @@ def copy_model(model: keras.Model) -> keras.Model:
         ValueError: if the model has no config that it can be made from, or the copy has other
             layers or weights than the model.
     """
-    layers = [model, *(layer for _, layer in walk(model))]
+    layers = all_layers(model)
     # So that classes which are not registered, from a notebook for instance, are found as well.
     classes = {keras.saving.get_registered_name(type(layer)): type(layer) for layer in layers}
     try:
@@ -35,18 +37,26 @@ def copy_model(model: keras.Model) -> keras.Model:
             f"The model '{model.name}' cannot be copied: it must be one that Keras can save and "
             f"load, with `get_config` and `from_config` of every class. {error}"
         ) from error
-    copies = [copy, *(layer for _, layer in walk(copy))]
+    copies = all_layers(copy)
     if [type(layer) for layer in copies] != [type(layer) for layer in layers]:
         raise _differs(model, copy, f"{len(copies)} layers where the model has {len(layers)}")
     shapes, expected = ([tuple(w.shape) for w in m.weights] for m in (copy, model))
     if shapes != expected:
         raise _differs(model, copy, f"{len(shapes)} weights where the model has {len(expected)}")
-    for weight, value in zip(copy.weights, model.weights, strict=True):
-        # A copy of the array as well: on JAX a step of training deletes those that it is given.
-        weight.assign(keras.ops.copy(value))
+    for own, source in zip(copies, layers, strict=True):
+        # As a file does it: `Normalization` for one computes with what it makes of its weights.
+        stored: dict[str, Any] = {}
+        source.save_own_variables(stored)
+        # Copies of the arrays as well: on JAX a step of training deletes those that it is given.
+        own.load_own_variables({name: keras.ops.copy(value) for name, value in stored.items()})
     for own, source in zip(_with_files(copies), _with_files(layers), strict=True):
-        # Not by the files: of Llama3Tokenizer neither they nor its config have the special tokens.
-        own.__dict__.update(source.__dict__)
+        if type(source).__module__.startswith("keras_hub."):
+            # Of Llama3Tokenizer neither the files nor the config have the special tokens.
+            own.__dict__.update(source.__dict__ | nodes(own))
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                source.save_assets(folder)
+                own.load_assets(folder)
     for layer, like in zip(copies, layers, strict=True):
         if layer.trainable != like.trainable:
             layer.trainable = like.trainable
@@ -54,7 +64,7 @@ def copy_model(model: keras.Model) -> keras.Model:
 
 
 def _with_files(layers: Sequence[keras.Layer]) -> list[Any]:
-    """The layers with more state than config and weights: tokenizers of keras-hub.
+    """The layers with more state than config and weights: vocabularies, and tokenizers.
 
     A task of keras-hub has its preprocessor as an attribute that Keras does not track on PyTorch.
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_moh.errors import invalid_argument
 
@@ -71,9 +72,9 @@ def num_heads_of(
 
 
 def _heads(name: str, budget: Any, num_heads: int) -> int:
-    if isinstance(budget, float) and 0 <= budget <= 1:
+    if isinstance(budget, float | np.floating) and 0 <= budget <= 1:
         return math.floor(budget * num_heads + ROUNDING)
-    if not isinstance(budget, bool | float):
+    if not isinstance(budget, bool):
         try:
             heads = operator.index(budget)
         except TypeError:

@@ -94,9 +94,14 @@ def project(x: torch.Tensor, kernel: torch.Tensor, bias: Any, plan: Plan) -> tor
     return _Project.apply(x, kernel, bias, plan)
 
 
-def combine(rows: torch.Tensor, kernel: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The sum over heads of rows `(R, dv)` times `kernel (H, dv, D)`: `(B, T, D)`."""
-    return _Combine.apply(rows, kernel, plan)
+def combine(rows: torch.Tensor, kernel: torch.Tensor, bias: Any, plan: Plan) -> torch.Tensor:
+    """The sum over heads of rows `(R, dv)` times `kernel (H, dv, *shape)`: `(B, T, *shape)`.
+
+    With bias, of that shape, or `None`.
+    """
+    flat_bias = None if bias is None else bias.flatten()
+    output = _Combine.apply(rows, kernel.flatten(2), flat_bias, plan)
+    return output.view(plan.batch, plan.length, *kernel.shape[2:])
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,13 +131,8 @@ class _Project(torch.autograd.Function):
         tokens = x.flatten(0, 1)
         rows = x.new_empty((len(plan.places), kernel.shape[-1]))
         for run in plan.runs:
-            product = _of_run(tokens, run) @ kernel[:, run.heads].flatten(1)
-            of_run = _by_token(rows, run)
-            product = product.view(of_run.shape)
-            if bias is None:
-                of_run.copy_(product)
-            else:
-                torch.add(product, bias[run.heads], out=of_run)
+            biases = None if bias is None else bias[run.heads].flatten()
+            _put_product(rows, run, _of_run(tokens, run), kernel[:, run.heads].flatten(1), biases)
         return rows
 
     @staticmethod
@@ -144,38 +144,37 @@ class _Project(torch.autograd.Function):
         by_bias = kernel.new_zeros(kernel.shape[1:]) if ctx.has_bias else None
         for run in ctx.plan.runs:
             by_product = _by_token(by_rows, run).flatten(1)
-            weights = kernel[:, run.heads]
-            by_kernel[:, run.heads] = (_of_run(tokens, run).T @ by_product).view(weights.shape)
+            by_weights = by_kernel[:, run.heads].view(len(kernel), -1)
+            torch.mm(_of_run(tokens, run).T, by_product, out=by_weights)
             if by_bias is not None:
-                by_bias[run.heads] = by_product.sum(0).view(weights.shape[1:])
-            _add_of_run(by_tokens, run, by_product @ weights.flatten(1).T)
+                torch.sum(by_product, 0, out=by_bias[run.heads].view(-1))
+            _add_product(by_tokens, run, by_product, kernel[:, run.heads].flatten(1).T)
         return by_tokens.view(x.shape), by_kernel, by_bias, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Any, kernel: Any, plan: Plan) -> torch.Tensor:
+    def forward(ctx: Any, rows: Any, kernel: Any, bias: Any, plan: Plan) -> torch.Tensor:
         ctx.save_for_backward(rows, kernel)
-        ctx.plan = plan
-        output = rows.new_zeros((plan.batch * plan.length, kernel.shape[-1]))
+        ctx.plan, ctx.has_bias = plan, bias is not None
+        shape = (plan.batch * plan.length, kernel.shape[-1])
+        output = rows.new_zeros(shape) if bias is None else bias.repeat(shape[0], 1)
         for run in plan.runs:
-            product = _by_token(rows, run).flatten(1) @ kernel[run.heads].flatten(0, 1)
-            _add_of_run(output, run, product)
-        return output.view(plan.batch, plan.length, -1)
+            of_run, weights = _by_token(rows, run).flatten(1), kernel[run.heads].flatten(0, 1)
+            _add_product(output, run, of_run, weights)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_output: torch.Tensor) -> tuple[Any, ...]:
         rows, kernel = ctx.saved_tensors
-        by_output = by_output.flatten(0, 1)
         by_rows, by_kernel = torch.empty_like(rows), torch.zeros_like(kernel)
         for run in ctx.plan.runs:
-            by_product, weights = _of_run(by_output, run), kernel[run.heads]
-            by_chosen = by_product @ weights.flatten(0, 1).T
-            _by_token(by_rows, run).copy_(by_chosen.unflatten(1, (-1, rows.shape[-1])))
-            chosen = _by_token(rows, run).flatten(1)
-            by_kernel[run.heads] = (chosen.T @ by_product).view(weights.shape)
-        return by_rows, by_kernel, None
+            by_product, chosen = _of_run(by_output, run), _by_token(rows, run).flatten(1)
+            _put_product(by_rows, run, by_product, kernel[run.heads].flatten(0, 1).T)
+            by_weights = by_kernel[run.heads].view(chosen.shape[-1], -1)
+            torch.mm(chosen.T, by_product, out=by_weights)
+        return by_rows, by_kernel, by_output.sum(0) if ctx.has_bias else None, None
 
 
 def _by_token(rows: torch.Tensor, run: Run) -> torch.Tensor:
@@ -187,8 +186,24 @@ def _of_run(tokens: torch.Tensor, run: Run) -> torch.Tensor:
     return tokens if run.tokens is None else tokens.index_select(0, run.tokens)
 
 
-def _add_of_run(tokens: torch.Tensor, run: Run, summand: torch.Tensor) -> None:
-    if run.tokens is None:
-        tokens += summand
+def _put_product(
+    rows: torch.Tensor, run: Run, x: torch.Tensor, weights: torch.Tensor, bias: Any = None
+) -> None:
+    """Make `x @ weights + bias`, by token, the rows of a run."""
+    by_token = _by_token(rows, run)
+    # Those of one head lie in memory as the product does: it goes there at once.
+    out = by_token[:, 0] if by_token.shape[1] == 1 else None
+    if bias is None:
+        product = torch.mm(x, weights, out=out)
     else:
-        tokens.index_add_(0, run.tokens, summand)
+        product = torch.addmm(bias, x, weights, out=out)
+    if out is None:
+        by_token.copy_(product.view(by_token.shape))
+
+
+def _add_product(tokens: torch.Tensor, run: Run, x: torch.Tensor, weights: torch.Tensor) -> None:
+    """Add `x @ weights` to the tokens of a run."""
+    if run.tokens is None:
+        tokens.addmm_(x, weights)
+    else:
+        tokens.index_add_(0, run.tokens, x @ weights)

@@ -6,7 +6,8 @@ around it:
 
 - Keys that no query may see are dropped before, rather than masked within.
 - Under causality or a window a list goes in chunks of rows, each over no more than the span of keys
-  that some row of it sees. Only a chunk has a mask, never the whole.
+  that some row of it sees. Only the ends of that span, which not every row sees, have a mask: they
+  are computed apart, and joined with the rest by their logarithmic sums.
 
 Nothing of size `T x S` is kept for the gradient: the backward pass computes the probabilities
 again, chunk by chunk, from their logarithmic sums.
@@ -36,6 +37,11 @@ from keras_moh.implementations.torch_rows import (
 # Rows of a chunk where a chunk has a mask: short, so that keys beyond its last row are left out,
 # yet long enough for the kernel to run at its full rate.
 _CHUNK = 128
+# The same for a list of all tokens: as many rows span fewer keys, so a chunk may have more of them.
+# (The kernel's own causality takes 1.4 times as long: its threads share the rows unevenly.)
+_CHUNK_OF_ALL = 256
+# Keys that all rows of a chunk see, from which on they are computed apart from those with a mask.
+_WORTH_A_PIECE = 256
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
 READS_ONLY_SEEN_KEYS = True
 # Kinds of devices that the fused kernel, with its logarithmic sums, is for.
@@ -88,15 +94,20 @@ def attend_rows(
     return output * row_gates[:, None].to(output.dtype)
 
 
+class _Part(NamedTuple):
+    """Some of the keys that a chunk's rows see, and what is added to the scores."""
+
+    keys: slice
+    bias: torch.Tensor | None = None
+
+
 class _Chunk(NamedTuple):
-    """Some rows of one list, the keys that they see, and what is added to their scores."""
+    """Some rows of one list, and the keys that they see."""
 
     rows: slice
     entry: int
     group: int
-    keys: slice
-    bias: torch.Tensor | None
-    is_causal: bool = False  # row `i` sees keys `0` to `i`
+    parts: list[_Part]
 
 
 class _Attend(torch.autograd.Function):
@@ -110,13 +121,17 @@ class _Attend(torch.autograd.Function):
         keys, values = _select(key, visible), _select(value, visible)
         output = torch.zeros_like(query)
         log_sums = query.new_zeros(len(query), dtype=_sum_dtype(query))
-        for rows, entry, group, span, bias, is_causal in _chunks(
-            query, key, visible, plan, options
-        ):
-            of_chunk = (keys[entry][span, group], values[entry][span, group])
-            output[rows], log_sums[rows] = _forward(
-                query[rows], *of_chunk, bias, is_causal, options.scale
-            )
+        for rows, entry, group, parts in _chunks(query, key, visible, plan, options):
+            of_parts = [
+                _forward(
+                    query[rows],
+                    keys[entry][part.keys, group],
+                    values[entry][part.keys, group],
+                    *(part.bias, options.scale),
+                )
+                for part in parts
+            ]
+            output[rows], log_sums[rows] = _joined(of_parts)
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.plan, ctx.options, ctx.visible = plan, options, visible
         return output
@@ -128,16 +143,18 @@ class _Attend(torch.autograd.Function):
         keys, values = _select(key, ctx.visible), _select(value, ctx.visible)
         by_query, by_key, by_value = (torch.zeros_like(x) for x in (query, key, value))
         by_keys, by_values = ([torch.zeros_like(x) for x in xs] for xs in (keys, values))
-        for rows, entry, group, span, bias, is_causal in _chunks(
-            query, key, ctx.visible, ctx.plan, ctx.options
-        ):
-            by_query[rows], of_keys, of_values = _backward(
-                *(by_output[rows], query[rows]),
-                *(keys[entry][span, group], values[entry][span, group]),
-                *(output[rows], log_sums[rows], bias, is_causal, ctx.options.scale),
-            )
-            by_keys[entry][span, group] += of_keys
-            by_values[entry][span, group] += of_values
+        for rows, entry, group, parts in _chunks(query, key, ctx.visible, ctx.plan, ctx.options):
+            for part in parts:
+                span = part.keys, group
+                of_queries, of_keys, of_values = _backward(
+                    *(by_output[rows], query[rows], keys[entry][span], values[entry][span]),
+                    *(output[rows], log_sums[rows]),
+                    bias=part.bias,
+                    scale=ctx.options.scale,
+                )
+                by_query[rows] += of_queries
+                by_keys[entry][span] += of_keys
+                by_values[entry][span] += of_values
         for entry, chosen in enumerate(ctx.visible):
             by_key[entry, chosen], by_value[entry, chosen] = by_keys[entry], by_values[entry]
         return by_query, by_key, by_value, None, None
@@ -184,19 +201,22 @@ def _chunks(
     if mask is not None:
         mask = None if mask.shape[2] == 1 else mask.expand(plan.batch, 1, plan.length, length)[:, 0]
     whole = mask is None and not options.is_causal and options.sliding_window is None
-    # The kernel has causality of its own, for lists of all tokens.
-    triangular = (
-        options.mask is None
-        and options.sliding_window is None
-        and isinstance(options.causal_offset, int)
-        and options.causal_offset == 0
-    )
     if not whole:
         token = positions(plan)
         query_position = token + options.causal_offset
         key_position = torch.arange(length, device=key.device)
         # As a list too: asking a tensor for single numbers would take longer than attending.
         query_list = query_position.tolist()
+
+    def part_of(span: slice, rows: slice, entry: int, every: slice) -> _Part:
+        if mask is None and every.start <= span.start and span.stop <= every.stop:
+            return _Part(span)
+        distance = query_position[rows, None] - key_position[visible[entry]][span]
+        hidden = _hidden(distance, options)
+        if mask is not None:
+            hidden |= ~mask[entry, token[rows]][:, visible[entry]][:, span]
+        return _Part(span, query.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf))
+
     key_lists = [
         range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen.tolist()
         for chosen in visible
@@ -209,25 +229,33 @@ def _chunks(
             keys = key_lists[entry]
             if not count or not keys:
                 continue
-            if whole or (triangular and count == plan.length):
-                span = slice(0, len(keys) if whole else min(len(keys), count))
-                yield _Chunk(slice(start, stop), entry, group, span, None, not whole)
+            if whole:
+                everything = [_Part(slice(0, len(keys)))]
+                yield _Chunk(slice(start, stop), entry, group, everything)
                 continue
-            for begin in range(start, stop, _CHUNK):
-                rows = slice(begin, min(begin + _CHUNK, stop))
+            chunk = _CHUNK_OF_ALL if count == plan.length else _CHUNK
+            for begin in range(start, stop, chunk):
+                rows = slice(begin, min(begin + chunk, stop))
                 some, every = _spans(query_list[begin], query_list[rows.stop - 1], keys, options)
                 if some.start == some.stop:
                     continue
-                bias = query.new_zeros((rows.stop - begin, some.stop - some.start))
-                if mask is not None:
-                    bias.masked_fill_(
-                        ~mask[entry, token[rows]][:, visible[entry]][:, some], -math.inf
-                    )
-                for side in (slice(some.start, every.start), slice(every.stop, some.stop)):
-                    distance = query_position[rows, None] - key_position[visible[entry]][side]
-                    part = bias[:, side.start - some.start : side.stop - some.start]
-                    part.masked_fill_(_hidden(distance, options), -math.inf)
-                yield _Chunk(rows, entry, group, some, bias)
+                spans = [some] if mask is not None else _pieces(some, every)
+                parts = [part_of(span, rows, entry, every) for span in spans]
+                yield _Chunk(rows, entry, group, parts)
+
+
+def _pieces(some: slice, every: slice) -> list[slice]:
+    """The span `some` in pieces, such that as much as pays is seen by every row.
+
+    A row that sees no key of a piece would have no logarithmic sum to join it by: so the pieces at
+    the ends have one of the keys that every row sees.
+    """
+    start = every.start + (some.start < every.start)
+    stop = every.stop - (every.stop < some.stop)
+    if stop - start < _WORTH_A_PIECE:
+        return [some]
+    pieces = [slice(some.start, start), slice(start, stop), slice(stop, some.stop)]
+    return [piece for piece in pieces if piece.start < piece.stop]
 
 
 def _chunks_of_one_query(plan: Plan, groups: int, visible: list[Any]) -> Iterator[_Chunk]:
@@ -248,7 +276,7 @@ def _chunks_of_one_query(plan: Plan, groups: int, visible: list[Any]) -> Iterato
         keys = visible[entry]
         count = keys.stop - keys.start if isinstance(keys, slice) else len(keys)
         if count:
-            yield _Chunk(slice(start, stop), entry, group, slice(0, count), None)
+            yield _Chunk(slice(start, stop), entry, group, [_Part(slice(0, count))])
         start = stop
 
 
@@ -272,10 +300,10 @@ def _spans(first: int, last: int, keys: Sequence[int], options: Options) -> tupl
 
 def _hidden(distance: torch.Tensor, options: Options) -> torch.Tensor:
     """Whether positions hide a key, from the query's position less the key's."""
+    behind = distance < 0 if options.is_causal else torch.zeros_like(distance, dtype=torch.bool)
     if options.sliding_window is None:
-        return distance < 0
-    far = distance.abs() >= options.sliding_window
-    return far | (distance < 0) if options.is_causal else far
+        return behind
+    return behind | (distance.abs() >= options.sliding_window)
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -287,7 +315,6 @@ def _forward(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: Any,
-    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention `(n, d)` of queries `(n, d)` over keys `(m, d)`, and its logarithmic sums.
@@ -297,14 +324,24 @@ def _forward(
     if query.device.type in _FUSED_DEVICES:
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x[None, None] for x in (query, key, value)),
-            is_causal=is_causal,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return output[0, 0], log_sums[0, 0]
-    scores = _scores(query, key, bias, is_causal, scale)
+    scores = _scores(query, key, bias, scale)
     log_sums = scores.logsumexp(-1).clamp(min=torch.finfo(scores.dtype).min)
     return (scores - log_sums[:, None]).exp().to(value.dtype) @ value, log_sums
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys, of outputs and logarithmic sums over some of them each."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs, sums = zip(*parts, strict=True)
+    log_sums = torch.stack(sums).logsumexp(0)
+    shares = [(each - log_sums).exp()[:, None] for each in sums]
+    joined = sum(share * output for share, output in zip(shares, outputs, strict=True))
+    return joined, log_sums
 
 
 def _backward(
@@ -315,7 +352,6 @@ def _backward(
     output: torch.Tensor,
     log_sums: torch.Tensor,
     bias: Any,
-    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by query, key and value of `_forward`."""
@@ -323,22 +359,18 @@ def _backward(
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x[None, None] for x in (by_output, query, key, value, output, log_sums)),
             dropout_p=0.0,
-            is_causal=is_causal,
+            is_causal=False,
             attn_mask=None if bias is None else bias[None, None],
             scale=scale,
         )
         return tuple(gradient[0, 0] for gradient in gradients)
-    weights = (_scores(query, key, bias, is_causal, scale) - log_sums[:, None]).exp()
+    weights = (_scores(query, key, bias, scale) - log_sums[:, None]).exp()
     by_weights = (by_output @ value.T).to(weights.dtype)
     mean = (by_output * output).to(weights.dtype).sum(-1, keepdim=True)
     by_scores = (scale * weights * (by_weights - mean)).to(query.dtype)
     return by_scores @ key, by_scores.T @ query, weights.to(by_output.dtype).T @ by_output
 
 
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, bias: Any, is_causal: bool, scale: float
-) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, bias: Any, scale: float) -> torch.Tensor:
     scores = scale * (query @ key.T).to(_sum_dtype(query))
-    if is_causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape).triu(1).bool(), -math.inf)
     return scores if bias is None else scores + bias

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,12 @@ import numpy as np
 
 from keras_moh.conversion.convert import plan, put
 from keras_moh.conversion.selection import Budget
+from keras_moh.errors import integer, number_in
+from keras_moh.models.checkpoints import check_weights
+from keras_moh.models.keras_hub_models import keras_hub_models
 from keras_moh.models.safetensors import StoredTensor, stored_tensors
 
+PURPOSE = "Loading MoH-LLaMA3"
 INDEX = "model.safetensors.index.json"
 
 # Buffers of rotary embedding, which some versions of `transformers` stored: computed, not learned.
@@ -26,7 +30,7 @@ COMPUTED = ".rotary_emb.inv_freq"
 
 
 def load_moh_llama3(
-    path: str | Path,
+    path_or_preset: str | Path,
     num_shared_heads: Budget = 0.5,
     top_k: Budget = 0.25,
     dtype: Any = None,
@@ -38,9 +42,9 @@ def load_moh_llama3(
     LLaMA3-8B"; the numbers are in their code, not in the checkpoint).
 
     Args:
-        path: A folder with `config.json`, the weights in `model.safetensors`, or in several files
-            that `model.safetensors.index.json` lists, and, for text, `tokenizer.json` and
-            `tokenizer_config.json`.
+        path_or_preset: A local folder with `config.json`, the weights in `model.safetensors`, or in
+            several files that `model.safetensors.index.json` lists, and, for text, `tokenizer.json`
+            and `tokenizer_config.json`. Nothing is downloaded.
         num_shared_heads: As of `convert_to_moh`. Defaults to 0.5.
         top_k: As of `convert_to_moh`. Defaults to 0.25.
         dtype: Dtype or policy of the model; `"bfloat16"` halves its memory. Defaults to Keras's
@@ -53,8 +57,8 @@ def load_moh_llama3(
     Raises:
         ImportError: if keras-hub is not installed.
         FileNotFoundError: if the folder lacks a file.
-        ValueError: if the config is not of a model that this can be, or a weight is missing,
-            unexpected or of another shape: all of these are listed.
+        ValueError: if a file is damaged, the config is not of a model that this can be, or a weight
+            is missing, unexpected or of another shape: all of these are listed.
 
     Example:
     ```python
@@ -62,12 +66,12 @@ def load_moh_llama3(
     model.generate("Attention is", max_length=50)
     ```
     """
-    models = _keras_hub_models()
-    folder = Path(path)
+    models = keras_hub_models(PURPOSE)
+    folder = Path(path_or_preset)
     arguments = backbone_arguments(_read_json(folder / "config.json"))
     tensors = stored_tensors(_weight_files(folder))
     # Before the model, which may take minutes to make: what is wrong is known by the headers.
-    check_weights(tensors, arguments)
+    _check_weights(tensors, arguments)
     preprocessor = _preprocessor(folder)
 
     backbone = models.Llama3Backbone(**arguments, dtype=dtype)
@@ -79,19 +83,11 @@ def load_moh_llama3(
     return model
 
 
-def _keras_hub_models() -> Any:
-    """The module `keras_hub.models`: keras-hub is optional, and slow to import."""
-    try:
-        from keras_hub import models
-    except ImportError as error:
-        raise ImportError(
-            "Loading MoH-LLaMA3 needs keras-hub: `pip install keras-moh[hub]`"
-        ) from error
-    return models
-
-
 def _read_json(file: Path) -> dict[str, Any]:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} must hold a JSON object. {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object. Received: {type(content).__name__}")
     return content
@@ -104,8 +100,8 @@ ARGUMENTS = {
     "num_key_value_heads": "num_key_value_heads",
     "hidden_dim": "hidden_size",
     "intermediate_dim": "intermediate_size",
-    "layer_norm_epsilon": "rms_norm_eps",
 }
+EPSILON = "rms_norm_eps"
 ROPE_SCALING = {
     "rope_frequency_adjustment_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -120,10 +116,14 @@ def backbone_arguments(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if the config lacks a number, or has what the backbone does not.
     """
-    missing = [name for name in ARGUMENTS.values() if name not in config]
-    if missing:
-        raise ValueError(f"config.json must have the entries of LLaMA. Missing: {missing}")
-    arguments = {name: config[theirs] for name, theirs in ARGUMENTS.items()}
+    _check_entries(config, [*ARGUMENTS.values(), EPSILON])
+    try:
+        arguments: dict[str, Any] = {
+            name: integer(theirs, config[theirs], 1) for name, theirs in ARGUMENTS.items()
+        }
+        arguments["layer_norm_epsilon"] = number_in(EPSILON, config[EPSILON], 0)
+    except ValueError as error:
+        raise ValueError(f"config.json does not describe a LLaMA. {error}") from error
     valid = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -136,10 +136,13 @@ def backbone_arguments(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json has an entry that keras-hub's Llama3Backbone does not support: "
                 f"{name} must be {value!r}. Received: {name}={config[name]!r}"
             )
-    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json must have the entries of LLaMA. Missing: ['rope_theta']")
+    rope = {"rope_theta": config.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        entries = config.get(name) or {}
+        if not isinstance(entries, dict):
+            raise ValueError(f"config.json must have an object as {name}. Received: {entries!r}")
+        rope |= entries
+    _check_entries(rope, ["rope_theta"])
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(
@@ -147,12 +150,19 @@ def backbone_arguments(config: dict[str, Any]) -> dict[str, Any]:
             f"rope_type must be 'default' or 'llama3'. Received: rope_type={kind!r}"
         )
     if kind == "llama3":
+        _check_entries(rope, ROPE_SCALING.values())
         arguments |= {name: rope[theirs] for name, theirs in ROPE_SCALING.items()}
     return {
         **arguments,
-        "rope_max_wavelength": theta,
+        "rope_max_wavelength": rope["rope_theta"],
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def _check_entries(config: dict[str, Any], names: Iterable[str]) -> None:
+    missing = [name for name in names if config.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json must have the entries of LLaMA. Missing: {missing}")
 
 
 class WeightPlace(NamedTuple):
@@ -210,31 +220,28 @@ def _of_layer(number: int, attribute: str) -> Callable[[Any], Any]:
     return lambda backbone: get(backbone.transformer_layers[number])
 
 
-def check_weights(tensors: Mapping[str, StoredTensor], arguments: dict[str, Any]) -> None:
+def _check_weights(tensors: Mapping[str, StoredTensor], arguments: dict[str, Any]) -> None:
     """Refuse a checkpoint whose weights are not exactly those of the backbone, naming all of them.
 
     Raises:
         ValueError: if a weight is missing, unexpected, or of another shape.
     """
-    shapes = {place.name: place.shape for place in weight_places(arguments)}
     computed = {name for name in tensors if name.endswith(COMPUTED)}
     if arguments["tie_word_embeddings"]:
         computed.add("lm_head.weight")  # the embeddings again
-    wrong = [f"missing: {name}" for name in shapes if name not in tensors]
-    wrong += [f"unexpected: {name}" for name in tensors if name not in {*shapes, *computed}]
-    wrong += [
-        f"of the wrong shape: {name} is {tensors[name].shape}, where the config says {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if wrong:
-        listed = "\n  ".join(wrong)
-        raise ValueError(f"The weights are not those that config.json describes:\n  {listed}")
+    check_weights(
+        {name: tensor.shape for name, tensor in tensors.items() if name not in computed},
+        {place.name: place.shape for place in weight_places(arguments)},
+        "that config.json describes",
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+        places = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+            raise ValueError(f"{INDEX} must have a `weight_map` of file names. Received: {places}")
+        names = sorted(set(places.values()))
         files = [folder / name for name in names]
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -254,21 +261,28 @@ def _preprocessor(folder: Path) -> Any:
     """The preprocessor with the folder's tokenizer, or `None` if it has none."""
     if not (folder / "tokenizer.json").exists():
         return None
-    models = _keras_hub_models()
+    models = keras_hub_models(PURPOSE)
     content = _read_json(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
-    added = [token for token in content["added_tokens"] if not _is_reserved(token["content"])]
-    tokenizer = models.Llama3Tokenizer(
-        vocabulary=content["model"]["vocab"] | {token["content"]: token["id"] for token in added},
-        merges=[
-            merge if isinstance(merge, str) else " ".join(merge)
-            for merge in content["model"]["merges"]
-        ],
-        bos_token=_token(config["bos_token"]),
-        eos_token=_token(config["eos_token"]),
-        misc_special_tokens={token["content"] for token in added},
-    )
-    return models.Llama3CausalLMPreprocessor(tokenizer)
+    try:
+        added = [token for token in content["added_tokens"] if not _is_reserved(token["content"])]
+        arguments = {
+            "vocabulary": content["model"]["vocab"]
+            | {token["content"]: token["id"] for token in added},
+            "merges": [
+                merge if isinstance(merge, str) else " ".join(merge)
+                for merge in content["model"]["merges"]
+            ],
+            "bos_token": _token(config["bos_token"]),
+            "eos_token": _token(config["eos_token"]),
+            "misc_special_tokens": {token["content"] for token in added},
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            "tokenizer.json and tokenizer_config.json are not those of a LLaMA 3: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return models.Llama3CausalLMPreprocessor(models.Llama3Tokenizer(**arguments))
 
 
 def _is_reserved(token: str) -> bool:

