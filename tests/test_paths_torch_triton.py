@@ -254,10 +254,9 @@ def test_transforms_are_refused(capture: str) -> None:
         captured(*tensors)
 
 
-# With graphs that serve several of the three shapes, or one for each.
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
-def test_compiled_for_changing_shapes(dynamic: bool, graphs: int) -> None:
-    """Values and gradients, of one graph without breaks."""
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_for_changing_shapes(dynamic: bool) -> None:
+    """Values and gradients, without breaks; what the first shape makes serves the others too."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     implementations.load_implementations()  # which a graph cannot
@@ -273,6 +272,7 @@ def test_compiled_for_changing_shapes(dynamic: bool, graphs: int) -> None:
         return attend
 
     compiled = torch.compile(function(NAME), backend=counter, fullgraph=True, dynamic=dynamic)
+    graphs = []
     # Lengths that are equal in the first call are taken to be so in all: each is its own.
     for batch, length in ((5, 37), (6, 41), (5, 13)):
         tensors, heads, cotangent = inputs_of_length(batch, length=length)
@@ -281,7 +281,9 @@ def test_compiled_for_changing_shapes(dynamic: bool, graphs: int) -> None:
             return lambda *x: attend(*x, heads, torch.tensor(3))  # noqa: B023
 
         compare(with_rest(compiled), with_rest(function("reference")), tensors, cotangent)
-    assert counter.frame_count == graphs
+        graphs.append(counter.frame_count)
+    assert graphs[0] > 0
+    assert (graphs[-1] == graphs[0]) == dynamic
 
 
 def test_exported_for_any_shapes() -> None:
