@@ -36,6 +36,12 @@ FOR_TESTS = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
 
+# JAX has float64 in all of a process or in none of it, and so does Triton, which is for Linux,
+# interpret its kernels or compile them: those tests have a second process.
+SECOND_PROCESS = {"jax": {"JAX_ENABLE_X64": "1"}}
+if sys.platform == "linux":
+    SECOND_PROCESS["torch"] = {"TRITON_INTERPRET": "1"}
+
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install into the session's environment, at the pinned versions."""
@@ -95,12 +101,14 @@ def pretrained(session: nox.Session, model: str) -> None:
 @each_backend
 def tests(session: nox.Session, backend: str) -> None:
     """Test one backend, in an environment with no other; arguments after `--` go to pytest."""
-    install(session, "--editable", ".[test]", FRAMEWORKS[backend])
+    extras = "test,triton" if backend == "torch" else "test"
+    install(session, "--editable", f".[{extras}]", FRAMEWORKS[backend])
     environment = {
         **keras_environment(session, backend),
         **FOR_TESTS,
         "KERAS_MOH_EXPECTED_BACKEND": backend,
         "JAX_ENABLE_X64": "0",
+        "TRITON_INTERPRET": "0",
     }
     everything = [
         "--numprocesses=auto",
@@ -111,14 +119,13 @@ def tests(session: nox.Session, backend: str) -> None:
     ]
     pytest = ["python", "-m", "pytest", *(session.posargs or everything)]
 
-    if backend != "jax":
-        session.run(*pytest, env=environment)
-        return
-    # JAX has float64 in all of a process or in none of it: its float64 tests have one of their own.
     # A selection of yours may lie wholly in one of the two: pytest's 5 says it found no test.
-    success_codes = [0, 5] if session.posargs else [0]
+    in_two = backend in SECOND_PROCESS
+    success_codes = [0, 5] if session.posargs and in_two else [0]
     session.run(*pytest, env=environment, success_codes=success_codes)
-    session.run(*pytest, env=environment | {"JAX_ENABLE_X64": "1"}, success_codes=success_codes)
+    if in_two:
+        environment |= SECOND_PROCESS[backend]
+        session.run(*pytest, env=environment, success_codes=success_codes)
 
 
 @nox.session

@@ -87,21 +87,29 @@ def modules_out_of_reach() -> list[Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is known to fail, and on JAX leave out what another process is for.
+    """Mark what is known to fail, and leave out what another process is for.
 
-    JAX has float64 in a whole process or not at all.
+    JAX has float64 in a whole process or not at all, and so is Triton interpreted, or it compiles.
     """
     for item in items:
         for backend, pattern, reason in KNOWN_BUGS:
             if backend == keras.backend.backend() and re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-    if keras.backend.backend() != "jax":
-        return
-    import jax
-
     kept, left_out = [], []
     for item in items:
-        needs_float64 = item.get_closest_marker("float64") is not None
-        (kept if needs_float64 == jax.config.jax_enable_x64 else left_out).append(item)
+        (kept if belongs_here(item) else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def belongs_here(item: pytest.Item) -> bool:
+    """Whether the test is one of those that this process is for."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        needs_float64 = item.get_closest_marker("float64") is not None
+        return needs_float64 == jax.config.jax_enable_x64
+    if keras.backend.backend() == "torch":
+        needs_interpreter = "torch_triton" in item.nodeid
+        return needs_interpreter == (os.environ.get("TRITON_INTERPRET") == "1")
+    return True

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moh import MoHAttention, RotaryEmbedding, implementations
+from keras_moh import MoHAttention, RotaryEmbedding
 from tests.helpers import compiled, gradients, to_numpy
+from tests.paths import NAMES
 from tests.samples import ARGUMENTS, B, D, floats, moh_attention, padding
 
 BACKEND = keras.backend.backend()
@@ -78,7 +79,11 @@ def jitted(layer: MoHAttention, **call: Any) -> Any:
     return step
 
 
-@pytest.fixture(params=[None, "reference", "first that serves"])
+# Triton's kernels serve only where they are interpreted: that process has the tests of that name.
+INTERPRETED = ["torch_triton"] if BACKEND == "torch" else []
+
+
+@pytest.fixture(params=[None, "reference", "first that serves", *INTERPRETED])
 def implementation(request: pytest.FixtureRequest) -> str | None:
     if request.param == "first that serves":
         request.getfixturevalue("always_worth_it")
@@ -193,12 +198,14 @@ def test_left_padding(
 def test_dense_masks_step_by_step(implementation: str | None) -> None:
     """Of the whole cache `(B, 1, S)`, without causality, and with indices that are numbers."""
     layer = decoder(**LAYERS["rotary"], implementation=implementation)
+    with_scores = decoder(**LAYERS["rotary"])  # of whichever implementation has them
+    with_scores.set_weights(layer.get_weights())
     x = ops.convert_to_tensor(floats(B, N, D))
     expected = to_numpy(layer(x, use_causal_mask=True))
     cache = empty_cache(layer)
     for index in range(N):
         mask = np.broadcast_to(np.arange(SLOTS) <= index, (B, 1, SLOTS))
-        output, scores, cache, routing = layer(
+        output, scores, cache, routing = with_scores(
             x[:, index : index + 1],
             attention_mask=mask,
             cache=cache,
@@ -319,25 +326,20 @@ def test_symbolic_call_and_functional_model() -> None:
     np.testing.assert_allclose(to_numpy(found[0]), to_numpy(expected), atol=1e-5)
 
 
-def test_every_implementation_serves() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_implementation_serves(name: str) -> None:
     """One that says that it leaves unseen slots alone has to prove it above."""
-    implementations.load_implementations()
     layer, x = decoder(**LAYERS["compact"]), ops.convert_to_tensor(floats(B, N, D))
     expected = to_numpy(layer(x, use_causal_mask=True))
-    for name, (backend, _) in implementations.IMPLEMENTATIONS.items():
-        if backend not in (None, BACKEND):
-            continue
-        other = decoder(**LAYERS["compact"], implementation=name)
-        other.set_weights(layer.get_weights())
-        call = {"use_causal_mask": True, "cache_update_index": 4}
-        _, cache = layer(
-            x[:, :4], use_causal_mask=True, cache=empty_cache(layer), cache_update_index=0
-        )
-        step = functools.partial(other, cache=cache, **call)
-        output, _ = compiled(step, x[:, 4:])
-        np.testing.assert_allclose(
-            to_numpy(output), expected[:, 4:], atol=1e-5 * np.abs(expected).max(), err_msg=name
-        )
+    other = decoder(**LAYERS["compact"], implementation=name)
+    other.set_weights(layer.get_weights())
+    call = {"use_causal_mask": True, "cache_update_index": 4}
+    _, cache = layer(x[:, :4], use_causal_mask=True, cache=empty_cache(layer), cache_update_index=0)
+    step = functools.partial(other, cache=cache, **call)
+    output, _ = compiled(step, x[:, 4:])
+    np.testing.assert_allclose(
+        to_numpy(output), expected[:, 4:], atol=1e-5 * np.abs(expected).max()
+    )
 
 
 CACHE = np.zeros((B, 2, SLOTS, 6, d), "float32")

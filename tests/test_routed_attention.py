@@ -1,6 +1,7 @@
 """`routed_attention`, every implementation of it, and the choice among them."""
 
 import functools
+import os
 import sys
 import types
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from tests.samples import floats, padding
 B, T, S, H, K, d, dv = 2, 3, 5, 6, 4, 7, 11
 BACKEND = keras.backend.backend()
 OTHER_BACKEND = "jax" if BACKEND == "torch" else "torch"
+# JAX compiles every kind of call, and Triton's interpreter takes its time.
+IS_SLOW = BACKEND == "jax" or os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -200,6 +203,7 @@ class Case:
         widths: tuple[int, int] = (d, dv),
         load: str = "even",
         routing_groups: int = 1,
+        some_gates_are_0: bool = False,
         seed: int = 0,
     ) -> None:
         key_dim, value_dim = widths
@@ -211,6 +215,8 @@ class Case:
         self.routing_groups = routing_groups
         self.heads = some_heads(load, random, shape, taken, routing_groups)
         self.gates = 2 + floats(batch, queries, taken, seed=seed + 5)
+        if some_gates_are_0:
+            self.gates *= random.random(self.gates.shape) < 0.7
         self.cotangent = floats(batch, queries, heads, value_dim, seed=seed + 6)
 
     @property
@@ -270,6 +276,8 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     mask_shape = np.shape(options.get("mask", np.True_))
     if len(mask_shape) == 4 and mask_shape[1] > 1:
         return "mask has no head axis"
+    if path.implementation == "torch_triton" and dtype == "float64":
+        return "not in float64"
     if path.implementation == "compact":
         if dtype == "float64":
             return "computes in float32"
@@ -391,6 +399,7 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all on one head": ({"load": "the same", "taken": 1}, {}),
     "all heads": ({"taken": 4}, {"is_causal": True}),
     "causal": ({"load": "uneven"}, {"is_causal": True}),
+    "gates of 0": ({"some_gates_are_0": True}, {"is_causal": True}),
     "causal from 77": ({"load": "by position"}, {"is_causal": True, "causal_offset": 77}),
     "causal from -300": ({"load": "by entry"}, {"is_causal": True, "causal_offset": -300}),
     "causal behind all keys": ({}, {"is_causal": True, "causal_offset": 1000}),
@@ -495,7 +504,7 @@ PROPERTY = {"queries": 149, "keys": 163, "heads": 4, "taken": 2, "widths": (5, 3
 
 
 @each_fast_path
-@hypothesis.settings(max_examples=25 if BACKEND == "jax" else 100)
+@hypothesis.settings(max_examples=25 if IS_SLOW else 100)
 @hypothesis.given(
     options=drawn_options(),
     load=st.sampled_from(["even", "uneven", "the same", "by entry", "by position"]),

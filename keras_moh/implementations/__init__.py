@@ -29,6 +29,7 @@ from keras_moh.implementations import costs
 from keras_moh.implementations.spec import AttentionSpec
 
 IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
+    "torch_triton": ("torch", "keras_moh.implementations.torch_triton"),
     "torch_sdpa": ("torch", "keras_moh.implementations.torch_sdpa"),
     "jax_xla": ("jax", "keras_moh.implementations.jax_xla"),
     "tensorflow_xla": ("tensorflow", "keras_moh.implementations.tensorflow_xla"),

@@ -26,7 +26,9 @@ of heads not taken, so nothing where query heads share them: then some head of e
 PyTorch saves more where causality or a mask hides some of a cache: its implementation does not read
 them, while for the others all slots that no query sees are first replaced by zeros.
 
-Nothing was measured on other devices. There the framework's fused attention serves, if it can.
+Nothing was measured on other devices. There Triton's kernels serve where they can and a head is to
+be skipped, since they read and compute no more than the heads taken; else the framework's fused
+attention, if it can.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ _SKIPPED_SHARE = 0.8
 
 def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     """Whether the implementation is expected to be faster than those after it in the table."""
+    if name == "torch_triton":
+        return spec.device != "cpu" and spec.num_active_heads < spec.num_heads
     if name not in _WORTH_IT:
         return True
     if spec.device != "cpu":

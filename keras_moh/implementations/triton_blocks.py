@@ -1,0 +1,71 @@
+"""How the Triton kernels cut their work into tiles, by architecture and width of a head.
+
+The sizes are seeds: of those tried, ones with large tiles that compile without spilling registers
+in half precision, to which `tests/test_triton_builds.py` holds the compiler. Nothing was timed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Blocks(NamedTuple):
+    """The tiles of a kernel, and how a program works through them.
+
+    Attributes:
+        rows: Rows of a tile, `BLOCK_M`.
+        keys: Keys of a tile, `BLOCK_N`.
+        warps: Warps of a program.
+        stages: Tiles that are under way at once, from memory to their products.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# An interpreter's time goes by the number of tiles, not by their size.
+_INTERPRETED = Blocks(128, 128, 4, 1)
+
+# By kernel and architecture: for heads of up to 64, 128 and 256 features, in half precision.
+_HALF = {
+    "forward": {
+        "sm_80": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 32, 4, 2)),
+        "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 32, 8, 2)),
+        "gfx942": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(32, 32, 4, 2)),
+    },
+    "backward_query": {
+        "sm_80": (Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+        "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(32, 32, 4, 1)),
+        "gfx942": (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    },
+    "backward_key_value": {
+        "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(16, 32, 4, 1)),
+        "sm_90": (Blocks(64, 128, 8, 2), Blocks(32, 128, 8, 2), Blocks(16, 32, 4, 1)),
+        "gfx942": (Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
+    },
+}
+# In float32, which has no matrix units at full precision, products are made of registers.
+_FLOAT32 = (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))
+
+
+def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
+    """The sizes of a kernel.
+
+    Args:
+        kernel: `"forward"`, `"backward_query"` or `"backward_key_value"`.
+        target: `"sm_90"` and the like, the name of an AMD architecture, or `"interpreter"`.
+        width: The larger of `d` and `dv`, at most 256.
+        itemsize: Bytes of a feature.
+    """
+    if target == "interpreter":
+        return _INTERPRETED
+    column = 0 if width <= 64 else 1 if width <= 128 else 2
+    if itemsize == 4:
+        return _FLOAT32[column]
+    if not target.startswith("sm_"):
+        return _HALF[kernel]["gfx942"][column]
+    # All others of NVIDIA have less shared memory than these.
+    is_large = target in ("sm_90", "sm_100", "sm_103")
+    return _HALF[kernel]["sm_90" if is_large else "sm_80"][column]

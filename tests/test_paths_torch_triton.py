@@ -1,0 +1,399 @@
+"""`torch_triton`: its kernels, interpreted, and its operation in graphs of every kind.
+
+Where a GPU runs it nothing may be read on the host, no more may be in memory than the rows need,
+and the result may not depend on which program is first. All of that can be seen without one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moh import UnsupportedError, implementations
+from tests.conftest import is_installed
+from tests.helpers import output_and_gradients, to_numpy
+from tests.paths import HEADS, LENGTH, OPTIONS, WIDTH, attention, inputs_of_length
+from tests.samples import padding
+from tests.test_paths import large_spec
+from tests.test_paths_torch import captures
+from tests.test_routed_attention import Path, check, some_mask
+
+if keras.backend.backend() != "torch" or not is_installed("triton"):
+    pytest.skip("of another backend, or without its extra", allow_module_level=True)
+
+import torch
+import triton
+from torch._subclasses import FakeTensorMode
+
+from keras_moh.implementations import torch_triton
+from keras_moh.implementations.triton_blocks import Blocks
+
+NAME = "torch_triton"
+PATH = Path(NAME, "eager")
+
+
+@pytest.fixture
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of that many rows and keys, so that short sequences have several."""
+    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(*request.param, 4, 1))
+
+
+of_tiles = functools.partial(pytest.mark.parametrize, "tiles", indirect=True, ids=str)
+
+
+# Values and every gradient ------------------------------------------------------------------------
+
+OPTIONS_OF_HEADS = {
+    "nothing": {},
+    "causal": {"is_causal": True, "causal_offset": -3},  # the first rows see no key
+    "padding": {"mask": padding(19, 0, length=41)[:, None, None]},
+    "causal, padding": {
+        "is_causal": True,
+        "causal_offset": 4,
+        "mask": padding(30, 41, length=41)[:, None, None],
+    },
+}
+
+
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(64, 32)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("width", [16, 64, 72, 128])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("options", OPTIONS_OF_HEADS.values(), ids=OPTIONS_OF_HEADS)
+def test_heads(options: dict[str, Any], groups: int, width: int, dtype: str) -> None:
+    shape = {
+        **{"queries": 23, "keys": 41, "heads": 8, "taken": 3, "groups": groups},
+        **{"widths": (width, width), "load": "uneven", "some_gates_are_0": True},
+    }
+    check(PATH, shape, options, dtype)
+
+
+LOADS = ("even", "uneven", "the same", "by entry", "by position")
+
+
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
+@pytest.mark.parametrize("mask", [None, (2, 1, 1, 59), (1, 1, 53, 59), (2, 1, 53, 59)], ids=str)
+@pytest.mark.parametrize("load", LOADS)
+def test_loads(load: str, mask: tuple[int, ...] | None) -> None:
+    """Tiles that are partly or wholly visible, and lists that are empty, full and neither."""
+    shape = {"queries": 53, "keys": 59, "heads": 6, "taken": 2, "groups": 3, "load": load}
+    options: dict[str, Any] = {"is_causal": True, "sliding_window": 41, "causal_offset": 5}
+    if mask is not None:
+        options["mask"] = some_mask(*mask)
+    check(PATH, shape, options, "float32")
+    check(PATH, shape, {"mask": some_mask(*mask)} if mask else {}, "float32")
+
+
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_of_strided_tensors(options: dict[str, Any]) -> None:
+    """Keys and values that are views of a cache, a gradient that is expanded, a sliced mask."""
+    tensors, heads, _ = inputs_of_length(2, length=43)
+    query, key, value, gates = tensors
+    cache = torch.stack([key, value], dim=1)
+    if "mask" in options:
+        options = {"mask": torch.arange(86).reshape(1, 1, 1, 86)[..., ::2] < 70}
+    of_copies = attention("reference", heads, **options)
+    of_views = attention(NAME, heads, **options)
+
+    def views(query: Any, cache: Any, gates: Any) -> Any:
+        return of_views(query, cache[:, 0], cache[:, 1], gates)
+
+    def copies(query: Any, cache: Any, gates: Any) -> Any:
+        return of_copies(query, cache[:, 0], cache[:, 1], gates)
+
+    cotangent = torch.ones(()).expand(2, 43, HEADS, WIDTH)
+    compare(
+        views, copies, (query.transpose(0, 1).contiguous().transpose(0, 1), cache, gates), cotangent
+    )
+
+
+def compare(
+    actual: Callable[..., Any], desired: Callable[..., Any], inputs: Any, cotangent: Any
+) -> None:
+    """Output and gradients of two functions."""
+    output, by = output_and_gradients(actual, inputs, cotangent)
+    wanted_output, wanted_by = output_and_gradients(desired, inputs, cotangent)
+    for x, wanted in zip((output, *by), (wanted_output, *wanted_by), strict=True):
+        size = max(float(wanted.abs().max()), 1.0)
+        np.testing.assert_allclose(to_numpy(x), to_numpy(wanted), rtol=0, atol=2e-5 * size)
+
+
+@pytest.mark.usefixtures("tiles")
+@of_tiles([(16, 32)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_order_of_programs_does_not_matter(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the last bit: no program reads, or adds to, what another one writes."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    tensors, heads, cotangent = inputs_of_length(2, length=43)
+    if "mask" in options:
+        options = {"mask": padding(29, length=43)[:, None, None]}
+    function = attention(NAME, heads, **options)
+    results = [output_and_gradients(function, tensors, cotangent)]
+    set_index = interpreter_builder.set_grid_idx
+    monkeypatch.setattr(
+        *(interpreter_builder, "set_grid_idx"),
+        lambda x, y, z: set_index(interpreter_builder.grid_dim[0] - 1 - x, y, z),
+    )
+    results.append(output_and_gradients(function, tensors, cotangent))
+    for x, y in zip(*([output, *by] for output, by in results), strict=True):
+        np.testing.assert_array_equal(to_numpy(x), to_numpy(y))
+
+
+# Graphs -------------------------------------------------------------------------------------------
+
+
+def arguments_of_operation(**options: Any) -> tuple[Any, ...]:
+    """What the operation is called with."""
+    tensors, heads, _ = inputs_of_length(2, length=37)
+    recorded: list[tuple[Any, ...]] = []
+    operation = torch_triton._attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch_triton, "_attend", lambda *args: recorded.append(args) or operation(*args)
+        )
+        attention(NAME, heads, **options)(*tensors)
+    (arguments,) = recorded
+    return arguments
+
+
+OPERATION_OPTIONS = {
+    "nothing": {},
+    "causal": {"is_causal": True, "causal_offset": 2},
+    "mask": {"mask": some_mask(2, 1, 37, 37), "sliding_window": 9},
+}
+
+
+@pytest.mark.parametrize("options", OPERATION_OPTIONS.values(), ids=OPERATION_OPTIONS)
+def test_operations_are_sound(options: dict[str, Any]) -> None:
+    """By PyTorch's own tests: schema, gradient, stand-ins, and tracing with changing shapes."""
+    query, key, value, heads, gates, *others = arguments_of_operation(**options)
+    query, key, value, gates = (x.clone().requires_grad_() for x in (query, key, value, gates))
+    arguments = (query, key, value, heads, gates, *others)
+    torch.library.opcheck(torch_triton._attend, arguments)
+    with torch.no_grad():
+        output, attended, log_sums = torch_triton._attend(*arguments)
+        torch.library.opcheck(
+            *(torch_triton._attend_backward, (output, attended, log_sums, *arguments)),
+        )
+
+
+@pytest.mark.parametrize("options", OPERATION_OPTIONS.values(), ids=OPERATION_OPTIONS)
+def test_nothing_is_read_on_the_host(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the kernels: tensors without values raise if one is asked for."""
+    launched: list[str] = []
+    monkeypatch.setattr(torch_triton, "_launch", lambda name, *_: launched.append(name))
+    tensors, heads, cotangent = inputs_of_length(2, length=37)
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    fake_query, fake_key, fake_value, fake_gates, fake_heads, fake_cotangent = map(
+        mode.from_tensor, (*tensors, heads, cotangent)
+    )
+    if "mask" in options:
+        options = options | {"mask": mode.from_tensor(torch.as_tensor(options["mask"]))}
+    values = {"mask": None, "is_causal": False, "causal_offset": 0, "sliding_window": None}
+    call = implementations.spec.Options(**{**values, **options}, scale=0.5)
+    with mode:
+        rest: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_triton, "_attend", lambda *x: rest.extend(x) or x[:3])
+            torch_triton.attend(fake_query, fake_key, fake_value, fake_heads, fake_gates, call)
+        results = torch_triton._attend._init_fn(*rest)
+        gradients = torch_triton._attend_backward._init_fn(fake_cotangent, *results[1:], *rest)
+    assert launched == ["forward_kernel", "backward_query_kernel", "backward_key_value_kernel"]
+    inputs = (fake_query, fake_key, fake_value, fake_gates)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_kernels_have_no_tensor_of_all_scores(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def record(name: str, programs: int, blocks: Any, arguments: dict[str, Any]) -> None:
+        tensors = (x for x in arguments.values() if isinstance(x, torch.Tensor))
+        sizes.append(sum(x.untyped_storage().nbytes() // x.itemsize for x in tensors))
+
+    monkeypatch.setattr(torch_triton, "_launch", record)
+    tensors, heads, cotangent = inputs_of_length(1)
+    output_and_gradients(attention(NAME, heads, **options), tensors, cotangent)
+    assert len(sizes) == 3
+    assert max(sizes) < LENGTH**2 / 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("capture", ["compile", "export", "trace"])
+def test_captured_graph(capture: str, ran: list[str]) -> None:
+    tensors, heads, _ = inputs_of_length(2, length=37)
+    attend = attention(NAME, heads, is_causal=True)
+    expected = attention("reference", heads, is_causal=True)(*tensors)
+    ran.clear()
+    output = captures()[capture](attend)(*tensors)
+    assert set(ran) == {NAME}
+    np.testing.assert_allclose(to_numpy(output), to_numpy(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("capture", ["vmap", "grad"])
+def test_transforms_are_refused(capture: str) -> None:
+    tensors, heads, _ = inputs_of_length(2, length=37)
+    captured = captures()[capture](attention(NAME, heads))
+    with pytest.raises(UnsupportedError, match="differentiate it"):
+        captured(*tensors)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_for_changing_shapes(dynamic: bool) -> None:
+    """Values and gradients, without breaks; what the first shape makes serves the others too."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    implementations.load_implementations()  # which a graph cannot
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    mask = torch.as_tensor(some_mask(7, 1, 1, 53))
+
+    def function(name: str) -> Callable[..., Any]:
+        def attend(query: Any, key: Any, value: Any, gates: Any, heads: Any, offset: Any) -> Any:
+            options = {"mask": mask[: query.shape[0], ..., : key.shape[1]], "causal_offset": offset}
+            return attention(name, heads, **options, is_causal=True)(query, key, value, gates)
+
+        return attend
+
+    compiled = torch.compile(function(NAME), backend=counter, fullgraph=True, dynamic=dynamic)
+    graphs = []
+    # Lengths that are equal in the first call are taken to be so in all: each is its own.
+    for batch, length in ((5, 37), (6, 41), (5, 13)):
+        tensors, heads, cotangent = inputs_of_length(batch, length=length)
+
+        def with_rest(attend: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *x: attend(*x, heads, torch.tensor(3))  # noqa: B023
+
+        compare(with_rest(compiled), with_rest(function("reference")), tensors, cotangent)
+        graphs.append(counter.frame_count)
+    assert graphs[0] > 0
+    assert (graphs[-1] == graphs[0]) == dynamic
+
+
+def test_exported_for_any_shapes() -> None:
+    tensors, heads, _ = inputs_of_length(2, length=37)
+
+    class Module(torch.nn.Module):
+        def forward(self, query: Any, key: Any, value: Any, gates: Any, heads: Any) -> Any:
+            return attention(NAME, heads, sliding_window=9)(query, key, value, gates)
+
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    program = torch.export.export(
+        *(Module(), (*tensors, heads)), dynamic_shapes=[shape] * 5, strict=False
+    )
+    operations = [node.target for node in program.graph.nodes]
+    assert torch.ops.keras_moh.attend.default in operations
+    for batch, length in ((2, 37), (3, 11)):
+        tensors, heads, _ = inputs_of_length(batch, length=length)
+        expected = attention("reference", heads, sliding_window=9)(*tensors)
+        output = program.module()(*tensors, heads)
+        np.testing.assert_allclose(to_numpy(output), to_numpy(expected), rtol=0, atol=1e-5)
+
+
+def test_second_derivatives_are_refused() -> None:
+    (x, *others), heads, _ = inputs_of_length(2, length=37)
+    output = attention(NAME, heads)(x.requires_grad_(), *others)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad((output**2).sum(), x, create_graph=True)
+
+
+# The choice ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Take it that there is a GPU, of a capability of NVIDIA's or one of AMD's."""
+
+    def put_in(capability: tuple[int, int], hip: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    put_in((9, 0))
+    return put_in
+
+
+def chosen(**changes: Any) -> str:
+    spec = dataclasses.replace(large_spec(), device="cuda", **changes)
+    return implementations.choose_implementation(spec).__name__.rpartition(".")[2]
+
+
+CHOICES = {
+    "plain": ({}, NAME),
+    "in a graph": ({"is_traced": True}, NAME),
+    "short": ({"query_length": 2, "key_length": 2}, NAME),
+    "of unknown lengths": ({"batch": None, "query_length": None, "key_length": None}, NAME),
+    "decoding": ({"query_length": 1}, NAME),
+    "all heads": ({"num_active_heads": 12}, "compact"),
+    "masks of heads": ({"mask_shape": (1, 12, 1, 4096)}, "reference"),
+    "dropout": ({"dropout": 0.1}, "reference"),
+}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("changes", "name"), CHOICES.values(), ids=CHOICES)
+def test_choice_on_a_gpu(changes: dict[str, Any], name: str) -> None:
+    assert chosen(**changes) == name
+
+
+def test_choice_by_device(gpu: Callable[..., None]) -> None:
+    for capability, hip, name in (
+        ((7, 5), None, "reference"),
+        ((8, 0), None, NAME),
+        ((12, 0), None, NAME),
+        ((9, 4), "6.4", NAME),
+    ):
+        gpu(capability, hip)
+        assert chosen() == name
+    # Not on a CPU, where only the interpreter runs it.
+    assert implementations.choose_implementation(large_spec()).__name__.endswith("torch_sdpa")
+
+
+REFUSED = {
+    "float64": ({"dtype": "float64"}, "float32, float16, bfloat16, not in float64"),
+    "wide keys": ({"key_dim": 257}, "at most 256 features, not 257"),
+    "wide values": ({"value_dim": 300}, "at most 256 features, not 300"),
+    "rows": ({"query_length": 2**26}, r"numbers 4831838208 rows, which is more than an int32"),
+    "meta": ({"device": "meta"}, "needs a GPU, not 'meta'"),
+    "mask of heads": ({"mask_shape": (1, 12, 1, 4096)}, "its mask has no head axis"),
+}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses(changes: dict[str, Any], reason: str) -> None:
+    spec = dataclasses.replace(large_spec(), **{"device": "cuda", **changes})
+    with pytest.raises(UnsupportedError, match=f"'{NAME}' .*: .*{reason}"):
+        implementations.choose_implementation(spec, NAME)
+
+
+def test_refuses_old_devices(gpu: Callable[..., None]) -> None:
+    gpu((7, 5))
+    reason = torch_triton.unsupported_reason(dataclasses.replace(large_spec(), device="cuda"))
+    assert reason == "it needs a GPU of compute capability 8.0 or newer, not 7.5"
+
+
+def test_refuses_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert "needs a GPU, not 'cpu'" in torch_triton.unsupported_reason(large_spec())
+
+
+def test_refuses_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_triton, "HAS_TRITON", False)
+    reason = torch_triton.unsupported_reason(large_spec())
+    assert reason == "it needs the package triton: pip install 'keras-moh[triton]'"
