@@ -15,6 +15,7 @@ folder then has the numbers (`results.json`).
 """
 
 import argparse
+import gc
 import gzip
 import importlib
 import itertools
@@ -234,6 +235,8 @@ def one_by_one(original: keras.Model, passages: np.ndarray) -> str:
         model, _ = keras_moh.convert_to_moh(original, shared, heads * 2 // 3 - shared, layers=i)
         compile_model(model, 0)
         rows.append([str(i), f"{perplexity(model, passages):.1f}"])
+        del model
+        gc.collect()  # a model holds itself, and each of them half a gigabyte
     return markdown_table(["layer", "perplexity"], rows)
 
 

@@ -449,6 +449,7 @@ def test_budgets():
         ({"top_k": 5}, "layer 'causal' .* cannot be converted.*top_k=5 with 4 routed heads"),
         ({"top_k": 0.1}, "layer 'causal' .* cannot be converted.*top_k=0"),
         ({"top_k": {"causal": 2}}, "one key for each layer.*no key for the layer 'shared'"),
+        ({"top_k": {"causal": 2, "casual": 1}}, "keys that name attention layers.*'casual'"),
         ({"layers": "nowhere"}, "names or numbers of attention layers .0: 'causal', 1: 'shared'"),
         ({"layers": [5]}, "names or numbers of attention layers"),
         ({"layers": []}, "There is nothing to convert"),

@@ -59,7 +59,15 @@ def num_heads_of(
     """What the argument `name`, of value `budget`, says of layer `number`, of `num_heads` heads."""
     layer = layers[number]
     if isinstance(budget, Mapping):
-        found = [key for key in budget if matches(key, number, layer, len(layers))]
+        keys = {
+            key: [matches(key, i, x, len(layers)) for i, x in enumerate(layers)] for key in budget
+        }
+        unknown = [key for key, matched in keys.items() if not any(matched)]
+        if unknown:
+            raise invalid_argument(
+                name, f"keys that name attention layers ({_listed(layers)})", unknown
+            )
+        found = [key for key, matched in keys.items() if matched[number]]
         if len(found) != 1:
             raise ValueError(
                 f"Argument `{name}` must have one key for each layer that is converted. Received: "
