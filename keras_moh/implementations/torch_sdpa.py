@@ -209,12 +209,15 @@ def _chunks(
         query_list = query_position.tolist()
 
     def part_of(span: slice, rows: slice, entry: int, every: slice) -> _Part:
-        if mask is None and every.start <= span.start and span.stop <= every.stop:
-            return _Part(span)
-        distance = query_position[rows, None] - key_position[visible[entry]][span]
-        hidden = _hidden(distance, options)
+        hidden = None
+        if span.start < every.start or every.stop < span.stop:
+            distance = query_position[rows, None] - key_position[visible[entry]][span]
+            hidden = _hidden(distance, options)
         if mask is not None:
-            hidden |= ~mask[entry, token[rows]][:, visible[entry]][:, span]
+            by_mask = ~mask[entry, token[rows]][:, visible[entry]][:, span]
+            hidden = by_mask if hidden is None else hidden | by_mask
+        if hidden is None:
+            return _Part(span)
         return _Part(span, query.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf))
 
     key_lists = [
@@ -300,10 +303,10 @@ def _spans(first: int, last: int, keys: Sequence[int], options: Options) -> tupl
 
 def _hidden(distance: torch.Tensor, options: Options) -> torch.Tensor:
     """Whether positions hide a key, from the query's position less the key's."""
-    behind = distance < 0 if options.is_causal else torch.zeros_like(distance, dtype=torch.bool)
     if options.sliding_window is None:
-        return behind
-    return behind | (distance.abs() >= options.sliding_window)
+        return distance < 0
+    far = distance.abs() >= options.sliding_window
+    return far | (distance < 0) if options.is_causal else far
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
