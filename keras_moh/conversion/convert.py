@@ -18,7 +18,7 @@ from keras_moh.conversion.report import (
     LeftLayer,
     OutputChange,
 )
-from keras_moh.conversion.selection import Budget, layer_path, num_heads_of, selected
+from keras_moh.conversion.selection import Budget, check_keys, layer_path, num_heads_of, selected
 from keras_moh.errors import integer, invalid_argument, number_in
 
 ROUTERS = ("query_norm", "two_stage")
@@ -150,10 +150,13 @@ def plan(
 
     found = attention_layers(model)
     chosen, left = _choose(model, found, layers)
+    budgets = {"num_shared_heads": num_shared_heads, "top_k": top_k}
+    for name, budget in budgets.items():
+        check_keys(name, budget, found)
     numbers = {
         i: tuple(
             num_heads_of(name, budget, i, found, _num_heads(found[i]))
-            for name, budget in (("num_shared_heads", num_shared_heads), ("top_k", top_k))
+            for name, budget in budgets.items()
         )
         for i in chosen
     }

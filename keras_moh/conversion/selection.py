@@ -53,21 +53,26 @@ def matches(selector: Any, number: int, layer: keras.Layer, count: int) -> bool:
         return False
 
 
+def check_keys(name: str, budget: Any, layers: Sequence[keras.Layer]) -> None:
+    """Refuse keys of the argument `name` that name none of all attention `layers`."""
+    unknown = [
+        key
+        for key in (budget if isinstance(budget, Mapping) else ())
+        if not any(matches(key, i, layer, len(layers)) for i, layer in enumerate(layers))
+    ]
+    if unknown:
+        raise invalid_argument(
+            name, f"keys that name attention layers ({_listed(layers)})", unknown
+        )
+
+
 def num_heads_of(
     name: str, budget: Any, number: int, layers: Sequence[keras.Layer], num_heads: int
 ) -> int:
     """What the argument `name`, of value `budget`, says of layer `number`, of `num_heads` heads."""
     layer = layers[number]
     if isinstance(budget, Mapping):
-        keys = {
-            key: [matches(key, i, x, len(layers)) for i, x in enumerate(layers)] for key in budget
-        }
-        unknown = [key for key, matched in keys.items() if not any(matched)]
-        if unknown:
-            raise invalid_argument(
-                name, f"keys that name attention layers ({_listed(layers)})", unknown
-            )
-        found = [key for key, matched in keys.items() if matched[number]]
+        found = [key for key in budget if matches(key, number, layer, len(layers))]
         if len(found) != 1:
             raise ValueError(
                 f"Argument `{name}` must have one key for each layer that is converted. Received: "
