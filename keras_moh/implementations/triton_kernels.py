@@ -37,6 +37,11 @@ The kernels know nothing of a framework. Their arguments, contiguous unless stri
 - `causal_offset`, int32: the position of the first token; `None` if no position matters.
 - `WINDOW`: the width of the sliding window, or `None`.
 - `attended (B, T, K, DV)` and `log_sums (B, T, K)`, float32: $a$ and $l$, kept for the gradients.
+
+A step of decoding has few rows and many keys. There the keys of a tile are split among programs,
+each of which leaves its own $a^{(n)}$ and $l^{(n)}$, and another kernel combines them:
+
+$$ l = \ln \sum_n e^{l^{(n)}}, \quad a = \sum_n e^{l^{(n)} - l} a^{(n)}. $$
 """
 
 from __future__ import annotations
@@ -46,9 +51,11 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Numbers of no address, for whose multiples of 16 no kernel need be compiled of its own.
+COUNTS = ("tiles", "splits", "slots")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     query,
     key,
@@ -67,6 +74,7 @@ def forward_kernel(
     T,
     S,
     tiles,
+    splits,
     key_by_entry,
     key_by_number,
     key_by_group,
@@ -89,7 +97,11 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """`output`, `attended` and `log_sums` of a tile of rows. Grid: `(B tiles,)`."""
+    """`output`, `attended` and `log_sums` of a tile of rows. Grid: `(B tiles, splits)`.
+
+    With an `output` of `None` there are an `attended (B, T, K, splits, DV)`, float32, and
+    `log_sums (B, T, K, splits)` of each part of the keys, `-inf` where it has none that a row sees.
+    """
     entry, group, first_row, end_row = _tile_of_rows(lists, tiles, G, BLOCK_M)
     if first_row >= end_row:
         return
@@ -103,6 +115,11 @@ def forward_kernel(
         *(heads, rows, entry, group, first_row, end_row, T, S),
         *(H, K, IS_CAUSAL, WINDOW, MASK, BLOCK_M),
     )
+    part = tl.program_id(1)
+    if output is None:
+        of_part = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
+        start += part * of_part
+        stop = tl.minimum(stop, start + of_part)
 
     q = _load(query, place, D, exists, D, BLOCK_D)
     accumulated = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -127,13 +144,66 @@ def forward_kernel(
     has_key = total > 0
     total = tl.where(has_key, total, 1.0)
     accumulated = accumulated / total[:, None]
+    log_sum = maximum + tl.log2(total)
+    if output is None:
+        slot = slot * splits + part
+    else:
+        log_sum = tl.where(has_key, log_sum, 0.0)
+        gate = tl.load(gates + slot, exists, 0.0).to(tl.float32)
+        _store(output, place, DV, exists, accumulated * gate[:, None], DV, BLOCK_DV)
+    _store(attended, slot, DV, exists, accumulated, DV, BLOCK_DV)
+    tl.store(log_sums + slot, log_sum, exists)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def combine_kernel(
+    heads,
+    gates,
+    part_attended,
+    part_log_sums,
+    output,
+    attended,
+    log_sums,
+    slots,
+    splits,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """`output`, `attended` and `log_sums` out of those of parts. Grid: `(slots / BLOCK_M,)`.
+
+    `slots` is `B T K`. The parts are added in their order.
+    """
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = slot < slots
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for part in range(splits):
+        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
+        maximum = tl.maximum(maximum, log_sum)
+    has_key = maximum > float("-inf")
+    shift = tl.where(has_key, maximum, 0.0)
+    accumulated = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for part in range(splits):
+        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
+        weight = tl.exp2(log_sum - shift)
+        a = _load(part_attended, slot * splits + part, DV, exists, DV, BLOCK_DV)
+        accumulated += weight[:, None] * a
+        total += weight
+
+    total = tl.where(has_key, total, 1.0)
+    accumulated = accumulated / total[:, None]
+    head = tl.load(heads + slot, exists, 0)
     gate = tl.load(gates + slot, exists, 0.0).to(tl.float32)
+    place = slot // K * H + head
     _store(output, place, DV, exists, accumulated * gate[:, None], DV, BLOCK_DV)
     _store(attended, slot, DV, exists, accumulated, DV, BLOCK_DV)
-    tl.store(log_sums + slot, tl.where(has_key, maximum + tl.log2(total), 0.0), exists)
+    tl.store(log_sums + slot, shift + tl.log2(total), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_query_kernel(
     query,
     key,
@@ -213,7 +283,7 @@ def backward_query_kernel(
     _store(by_query, place, D, exists, by_q * factor[:, None], D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_key_value_kernel(
     query,
     key,
@@ -321,7 +391,8 @@ def backward_key_value_kernel(
 def _tile_of_rows(lists, tiles, G: tl.constexpr, BLOCK_M: tl.constexpr):
     """This program's entry and list, its tile's first row and the list's end; no tile: 0 and 0.
 
-    An entry has at most `(T K + G (BLOCK_M - 1)) // BLOCK_M` tiles, however its rows are spread.
+    An entry has at most `(T K + G (BLOCK_M - 1)) // BLOCK_M` tiles, however its rows are spread,
+    and no more than rows.
     """
     entry = (tl.program_id(0) // tiles).to(tl.int64)
     # The last tiles first: under causality they have the most keys, and the short ones fill up.
