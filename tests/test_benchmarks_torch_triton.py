@@ -289,7 +289,7 @@ def test_tables() -> None:
 
     records = [a_record(Core(4096), flash=1.8), a_record(Core(1, cache=32768), flash=2.0)]
     lines = report.summary(records, [Core(256)]).splitlines()
-    assert lines[0] == "2 of 3 bars reached."
+    assert lines[0] == "2 of 3 bars reached; for 4 more the competitor has no time."
     assert [x.strip() for x in lines[3].split("|")[2:-1]] == [FORWARD, FLASH, "1.85", "1.80"]
     assert lines[-1] == "- N=256, B=1, 32/32 heads, d=64, 50% active"
 
@@ -315,6 +315,8 @@ def test_the_whole_command(
     printed = capsys.readouterr().out
     assert "- N=19, B=2, 4/2 heads, d=16, 50% active, float32" in printed
     assert "of 1 bars reached" in printed
+    (compared,) = result["bars"]
+    assert (compared["case"], compared["over"]) == (str(DECODING), FLASH)
     assert "Left out for want of time: 0 cases." in printed
 
 
@@ -339,3 +341,29 @@ def test_device_times() -> None:
     (time,) = timing.device_times(lambda: calls.append(1), CPU, seconds=1)
     assert time > 0
     assert calls == [1]
+
+
+def test_device_times_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not there: what is enqueued, and what the time is taken of."""
+    queue: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(queue)
+            queue.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert queue[self.place : end.place + 1] == ["event", "run", "event"]
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: queue.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: queue.append("sleep"))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1))
+    times = timing.device_times(lambda: queue.append("run"), torch.device("cuda"), seconds=0)
+    assert times == [0.003] * 5
+    once = ["sleep", "event", "run", "event"]
+    assert queue == ["run", "synchronize", *5 * once, "synchronize"]

@@ -55,6 +55,9 @@ def run(results: Path, device: str = "cuda", limit: float = LIMIT) -> None:
     for record in suite.records(cases.cases()):
         result["records"].append(record)
         print(f"\n{report.record_table(record)}", flush=True)
+    result["bars"] = [
+        {**x._asdict(), "case": str(x.case)} for x in report.comparisons(result["records"])
+    ]
     result["left_out"] = [dataclasses.asdict(case) for case in suite.left_out]
     print(f"\n{report.summary(result['records'], suite.left_out)}")
     results.mkdir(parents=True, exist_ok=True)
