@@ -1,8 +1,10 @@
 """`convert_to_moh` on models of plain Keras; `integrations/` has those of keras-hub."""
 
+import copy
 import inspect
 import json
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -169,7 +171,7 @@ def test_the_original_is_untouched(make):
 
 @each_model
 def test_converted_models_come_back(make, tmp_path):
-    """From a file, whole or by weights alone, and as a clone, with what they were converted to."""
+    """From files, whole or by weights alone, cloned, copied, pickled, as what they became."""
     converted, _ = keras_moh.convert_to_moh(make(), 1, 2)
     converted.save(tmp_path / "model.keras")
     converted.save_weights(tmp_path / "model.weights.h5")
@@ -179,7 +181,7 @@ def test_converted_models_come_back(make, tmp_path):
     other.load_weights(tmp_path / "model.weights.h5")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded) is type(converted)
-    for again in (loaded, other):
+    for again in (loaded, other, pickle.loads(pickle.dumps(converted)), copy.deepcopy(converted)):
         expected = [type(layer) for _, layer in walk(converted)]
         assert [type(layer) for _, layer in walk(again)] == expected
         assert_equal_outputs(again, converted, 1e-6)
