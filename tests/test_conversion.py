@@ -480,6 +480,26 @@ def test_some_layers_alone():
         assert len(report.left) == 4 - count
 
 
+def tower(name: str) -> keras.Model:
+    inputs = keras.Input((None, D))
+    return keras.Model(inputs, attention(name="attention")(inputs, inputs), name=name)
+
+
+def test_models_in_a_model_are_named():
+    """Though they were built on their own, so that their layers' paths say nothing of them."""
+    inputs = keras.Input((None, D))
+    towers = keras.Sequential([tower("left"), keras.Sequential([tower("inner")], name="right")])
+    model = keras.Model(inputs, towers(inputs))
+    budget = {"left": 1, "right/inner": 3}
+    _, report = keras_moh.convert_to_moh(model, budget, budget)
+    assert [layer.num_active_heads for layer in report.converted] == [2, 6]
+    for name, number in (("left", 0), ("right", 1), ("inner/attention", 1)):
+        converted, report = keras_moh.convert_to_moh(model, 2, 2, layers=name)
+        assert len(report.converted) == 1
+        both = [converted.layers[-1].layers[0].layers[-1], converted.layers[-1].layers[1]]
+        assert [isinstance(both[0], Adapter), bool(adapters(both[1]))] == [not number, bool(number)]
+
+
 class OwnAttention(layers.MultiHeadAttention):
     pass
 
