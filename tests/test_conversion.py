@@ -500,6 +500,16 @@ def test_models_in_a_model_are_named():
         assert [isinstance(both[0], Adapter), bool(adapters(both[1]))] == [not number, bool(number)]
 
 
+def test_models_in_a_model_share_an_input():
+    """Their configs have one each."""
+    shared, inputs = keras.Input((None, D)), keras.Input((None, D))
+    parts = [keras.Model(shared, attention()(shared, shared)) for _ in range(2)]
+    model = keras.Model(inputs, parts[1](parts[0](inputs)))
+    converted, report = keras_moh.convert_to_moh(model, 1.0, 0)
+    assert len(report.converted) == 2
+    assert_equal_outputs(converted, model)
+
+
 class OwnAttention(layers.MultiHeadAttention):
     pass
 
