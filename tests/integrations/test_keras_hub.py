@@ -1,5 +1,7 @@
 """`convert_to_moh` on the models of keras-hub."""
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from keras import ops
 from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
 
 import keras_moh
+from keras_moh.conversion.adapters import ADAPTERS as ADAPTER_OF
 from keras_moh.conversion.remembering import walk
 from tests.helpers import to_numpy
 from tests.integrations.models import (
@@ -61,6 +64,17 @@ def test_all_heads_active_change_nothing(name, shared, top_k):
     ]
     for weight, before in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(weight, before)
+
+
+@pytest.mark.parametrize("source", ADAPTER_OF)
+def test_adapters_are_called_as_their_sources(source):
+    module, name = source.rsplit(".", 1)
+    theirs, own = (
+        list(inspect.signature(cls.call).parameters.values())
+        for cls in (getattr(importlib.import_module(module), name), ADAPTER_OF[source])
+    )
+    assert [(x.name, x.default) for x in own[:-1]] == [(x.name, x.default) for x in theirs]
+    assert own[-1].name == "return_routing"
 
 
 @pytest.mark.parametrize("name", BACKBONES)
