@@ -473,7 +473,8 @@ def test_what_is_refused(arguments, match):
 
 def test_some_layers_alone():
     model = nested()
-    for selection, count in ((0, 1), ("block", 2), (["first", "second"], 2)):
+    several = ({"first", "second"}, 2), (range(1, 3), 2), (np.array([0, -1]), 2)
+    for selection, count in ((0, 1), ("block", 2), (["first", "second"], 2), *several):
         converted, report = keras_moh.convert_to_moh(model, 2, 2, layers=selection)
         assert len(report.converted) == len(adapters(converted)) == count
         assert {left.reason for left in report.left} == {"it is not among `layers`"}

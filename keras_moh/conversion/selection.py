@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -36,7 +36,8 @@ def selected(found: Sequence[Found], selection: Any) -> list[int]:
     """
     if callable(selection):
         return [number for number, (layer, _) in enumerate(found) if selection(layer)]
-    selectors = selection if isinstance(selection, list | tuple | set) else (selection,)
+    several = isinstance(selection, Iterable) and not isinstance(selection, str)
+    selectors = selection if several else (selection,)
     numbers: set[int] = set()
     for selector in selectors:
         named = [number for number in range(len(found)) if matches(selector, number, found)]
