@@ -258,12 +258,12 @@ def main(options: argparse.Namespace) -> None:
     tokens = np.array(tokenizer.encode(text).ids, "int32")
     passages = tokens[: len(tokens) // LENGTH * LENGTH].reshape(-1, LENGTH)
     training, test = passages[: -options.test_passages], passages[-options.test_passages :]
-    if len(training) < options.steps:
-        sys.exit(f"--steps {options.steps}: there are only {len(training)} passages to train on")
-
     if options.one_by_one:
         print(one_by_one(original, training[len(training) // 2 :][:4]))
         return
+    if len(training) < options.steps:
+        sys.exit(f"--steps {options.steps}: there are only {len(training)} passages to train on")
+
     models, results = {}, {"original": {}}
     for share in SHARES:
         name = f"{share:.0%}".replace("%", " %")

@@ -1,8 +1,10 @@
 """`convert_to_moh` on models of plain Keras; `integrations/` has those of keras-hub."""
 
+import copy
 import inspect
 import json
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -169,7 +171,7 @@ def test_the_original_is_untouched(make):
 
 @each_model
 def test_converted_models_come_back(make, tmp_path):
-    """From a file, whole or by weights alone, and as a clone, with what they were converted to."""
+    """From files, whole or by weights alone, cloned, copied, pickled, as what they became."""
     converted, _ = keras_moh.convert_to_moh(make(), 1, 2)
     converted.save(tmp_path / "model.keras")
     converted.save_weights(tmp_path / "model.weights.h5")
@@ -179,7 +181,7 @@ def test_converted_models_come_back(make, tmp_path):
     other.load_weights(tmp_path / "model.weights.h5")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded) is type(converted)
-    for again in (loaded, other):
+    for again in (loaded, other, pickle.loads(pickle.dumps(converted)), copy.deepcopy(converted)):
         expected = [type(layer) for _, layer in walk(converted)]
         assert [type(layer) for _, layer in walk(again)] == expected
         assert_equal_outputs(again, converted, 1e-6)
@@ -471,11 +473,42 @@ def test_what_is_refused(arguments, match):
 
 def test_some_layers_alone():
     model = nested()
-    for selection, count in ((0, 1), ("block", 2), (["first", "second"], 2)):
+    several = ({"first", "second"}, 2), (range(1, 3), 2), (np.array([0, -1]), 2)
+    for selection, count in ((0, 1), ("block", 2), (["first", "second"], 2), *several):
         converted, report = keras_moh.convert_to_moh(model, 2, 2, layers=selection)
         assert len(report.converted) == len(adapters(converted)) == count
         assert {left.reason for left in report.left} == {"it is not among `layers`"}
         assert len(report.left) == 4 - count
+
+
+def tower(name: str) -> keras.Model:
+    inputs = keras.Input((None, D))
+    return keras.Model(inputs, attention(name="attention")(inputs, inputs), name=name)
+
+
+def test_models_in_a_model_are_named():
+    """Though they were built on their own, so that their layers' paths say nothing of them."""
+    inputs = keras.Input((None, D))
+    towers = keras.Sequential([tower("left"), keras.Sequential([tower("inner")], name="right")])
+    model = keras.Model(inputs, towers(inputs))
+    budget = {"left": 1, "right/inner": 3}
+    _, report = keras_moh.convert_to_moh(model, budget, budget)
+    assert [layer.num_active_heads for layer in report.converted] == [2, 6]
+    for name, number in (("left", 0), ("right", 1), ("inner/attention", 1)):
+        converted, report = keras_moh.convert_to_moh(model, 2, 2, layers=name)
+        assert len(report.converted) == 1
+        both = [converted.layers[-1].layers[0].layers[-1], converted.layers[-1].layers[1]]
+        assert [isinstance(both[0], Adapter), bool(adapters(both[1]))] == [not number, bool(number)]
+
+
+def test_models_in_a_model_share_an_input():
+    """Their configs have one each."""
+    shared, inputs = keras.Input((None, D)), keras.Input((None, D))
+    parts = [keras.Model(shared, attention()(shared, shared)) for _ in range(2)]
+    model = keras.Model(inputs, parts[1](parts[0](inputs)))
+    converted, report = keras_moh.convert_to_moh(model, 1.0, 0)
+    assert len(report.converted) == 2
+    assert_equal_outputs(converted, model)
 
 
 class OwnAttention(layers.MultiHeadAttention):

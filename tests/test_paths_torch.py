@@ -44,6 +44,16 @@ def test_the_reference_has_one() -> None:
 
 
 @pytest.mark.parametrize("groups", [6, 2])
+@pytest.mark.parametrize("slots", [1024, 16384])
+def test_long_caches_are_not_left_to_keras(groups: int, slots: int, ran: list[str]) -> None:
+    """Also with all heads, by the rule of `costs.py` as it is."""
+    arguments = {"router": None, "num_shared_heads": None, "top_k": None, "key_dim": 64}
+    layer = moh_attention(**arguments, num_key_value_heads=groups)
+    layer(floats(1, 1, D), cache=torch.ones((1, 2, slots, groups, 64)))
+    assert {*ran} == {"torch_sdpa" if slots == 16384 else "compact"}
+
+
+@pytest.mark.parametrize("groups", [6, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_copies_no_keys(groups: int, masked: bool) -> None:
     """A step reads views of the cache: what it makes is smaller than one head's keys."""

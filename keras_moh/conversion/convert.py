@@ -18,7 +18,14 @@ from keras_moh.conversion.report import (
     LeftLayer,
     OutputChange,
 )
-from keras_moh.conversion.selection import Budget, check_keys, layer_path, num_heads_of, selected
+from keras_moh.conversion.selection import (
+    Budget,
+    Found,
+    check_keys,
+    layer_path,
+    num_heads_of,
+    selected,
+)
 from keras_moh.errors import integer, invalid_argument, number_in
 
 ROUTERS = ("query_norm", "two_stage")
@@ -114,7 +121,7 @@ def convert_to_moh(
     found = attention_layers(model)
     report = ConversionReport(
         router,
-        tuple(_converted(found[i], adapter) for i, adapter in adapters.items()),
+        tuple(_converted(found[i].layer, adapter) for i, adapter in adapters.items()),
         tuple(left),
         None if sample is None else _change(model, new_model, sample),
     )
@@ -155,7 +162,7 @@ def plan(
         check_keys(name, budget, found)
     numbers = {
         i: tuple(
-            num_heads_of(name, budget, i, found, _num_heads(found[i]))
+            num_heads_of(name, budget, i, found, _num_heads(found[i].layer))
             for name, budget in budgets.items()
         )
         for i in chosen
@@ -169,7 +176,7 @@ def plan(
         "implementation": implementation,
     }
     adapters = {
-        i: _adapter(model, found[i], {"num_shared_heads": shared, "top_k": k, **common})
+        i: _adapter(model, found[i].layer, {"num_shared_heads": shared, "top_k": k, **common})
         for i, (shared, k) in numbers.items()
     }
     return adapters, left
@@ -177,33 +184,36 @@ def plan(
 
 def put(adapters: dict[int, Adapter], model: keras.Model) -> None:
     """Put the unbuilt `adapters` of a plan in the places of the layers of `model`, for good."""
-    layers = attention_layers(model)
+    found = attention_layers(model)
     for i, adapter in adapters.items():
-        build_like(adapter, layers[i])
-        adapter.take_weights_of(layers[i])
-        replace(layers[i], adapter)
+        layer = found[i].layer
+        build_like(adapter, layer)
+        adapter.take_weights_of(layer)
+        replace(layer, adapter)
     remember(model)
 
 
-def attention_layers(model: keras.Model) -> list[keras.Layer]:
+def attention_layers(model: keras.Model) -> list[Found]:
     """All attention layers of `model` that could be converted, or that a report would list."""
-    found: list[keras.Layer] = []
+    found: list[Found] = []
     inside: list[tuple[str, ...]] = []
-    for path, layer in walk(model):
+    at = dict(walk(model))
+    for path, layer in at.items():
         # Attention in attention is a part of it, not a layer of the model.
         if any(path[: len(outer)] == outer for outer in inside):
             continue
         if is_attention(layer):
-            found.append(layer)
+            names = "/".join(at[path[: depth + 1]].name for depth in range(len(path)))
+            found.append(Found(layer, names))
             inside.append(path)
     return found
 
 
 def _choose(
-    model: keras.Model, found: list[keras.Layer], selection: Any
+    model: keras.Model, found: list[Found], selection: Any
 ) -> tuple[list[int], list[LeftLayer]]:
     """The numbers of the layers to convert, and those that stay, with the reason."""
-    reasons = {i: unsupported_reason(layer) for i, layer in enumerate(found)}
+    reasons = {i: unsupported_reason(layer) for i, (layer, _) in enumerate(found)}
     if selection is None:
         chosen = [i for i, reason in reasons.items() if reason is None]
     else:
@@ -211,12 +221,12 @@ def _choose(
         for i in chosen:
             if reasons[i] is not None:
                 raise ValueError(
-                    f"Argument `layers` names the layer '{layer_path(found[i])}', which cannot be "
-                    f"converted: {reasons[i]}. Nothing was converted"
+                    f"Argument `layers` names the layer '{layer_path(found[i].layer)}', which "
+                    f"cannot be converted: {reasons[i]}. Nothing was converted"
                 )
     left = [
         LeftLayer(layer_path(layer), type(layer).__name__, reasons[i] or "it is not among `layers`")
-        for i, layer in enumerate(found)
+        for i, (layer, _) in enumerate(found)
         if i not in chosen
     ]
     if not chosen:

@@ -22,7 +22,7 @@ def copy_model(model: keras.Model) -> keras.Model:
         ValueError: if the model has no config that it can be made from, or the copy has other
             layers or weights than the model.
     """
-    layers = all_layers(model)
+    layers = _all_but_inputs(model)
     # So that classes which are not registered, from a notebook for instance, are found as well.
     classes = {keras.saving.get_registered_name(type(layer)): type(layer) for layer in layers}
     try:
@@ -37,7 +37,7 @@ def copy_model(model: keras.Model) -> keras.Model:
             f"The model '{model.name}' cannot be copied: it must be one that Keras can save and "
             f"load, with `get_config` and `from_config` of every class. {error}"
         ) from error
-    copies = all_layers(copy)
+    copies = _all_but_inputs(copy)
     if [type(layer) for layer in copies] != [type(layer) for layer in layers]:
         raise _differs(model, copy, f"{len(copies)} layers where the model has {len(layers)}")
     shapes, expected = ([tuple(w.shape) for w in m.weights] for m in (copy, model))
@@ -61,6 +61,11 @@ def copy_model(model: keras.Model) -> keras.Model:
         if layer.trainable != like.trainable:
             layer.trainable = like.trainable
     return copy
+
+
+def _all_but_inputs(model: keras.Model) -> list[keras.Layer]:
+    """The layers that have anything to copy; an input that models share is several in a copy."""
+    return [x for x in all_layers(model) if not isinstance(x, keras.layers.InputLayer)]
 
 
 def _with_files(layers: Sequence[keras.Layer]) -> list[Any]:

@@ -17,7 +17,8 @@ class MoHQwen3Attention(MoHLlamaAttention):
     """`MoHAttention` in the place of keras-hub's `Qwen3Attention`.
 
     `convert_to_moh` makes these. The call arguments are those of `Qwen3Attention`, and
-    `return_routing` of `MoHAttention`.
+    `return_routing` of `MoHAttention`. A sliding window that the source ignores, as keras-hub 0.32
+    does on JAX and PyTorch, is ignored here as well.
 
     Args:
         *args: Arguments of `MoHAttention`.
@@ -47,7 +48,7 @@ class MoHQwen3Attention(MoHLlamaAttention):
         return decoder_arguments(layer) | {
             "num_heads": layer.num_query_heads,
             "num_key_value_heads": layer.num_key_value_heads,
-            "sliding_window": layer.sliding_window_size,
+            "sliding_window": _sliding_window(layer),
             "kernel_initializer": layer.kernel_initializer,
             "qk_norm": "rms",
             "qk_norm_epsilon": layer.layer_norm_epsilon,
@@ -74,3 +75,12 @@ class MoHQwen3Attention(MoHLlamaAttention):
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "qk_norm_epsilon": self.qk_norm_epsilon}
+
+
+def _sliding_window(layer: keras.Layer) -> int | None:
+    """The window of a `Qwen3Attention` where it has one.
+
+    keras-hub 0.32 masks by it in its own attention alone, which it has on TensorFlow: through the
+    fused one of Keras, on JAX and PyTorch, a token attends to all before it.
+    """
+    return layer.sliding_window_size if keras.backend.backend() == "tensorflow" else None

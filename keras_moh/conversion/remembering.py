@@ -88,6 +88,11 @@ class Remembering(keras.Layer):
         remember(layer)
         return layer
 
+    def __reduce__(self) -> Any:
+        """As Keras pickles every model and layer, by its file; a class made here has no name."""
+        _, file = super().__reduce__()
+        return Remembering._unpickle_model, file
+
 
 def restore(layer: keras.Layer, found: keras.Layer | None, config: dict[str, Any]) -> None:
     """Put the adapter of a serialized `config` in the place of `found`, which is in `layer`."""

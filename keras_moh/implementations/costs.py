@@ -42,6 +42,10 @@ from keras_moh.implementations.spec import AttentionSpec
 _WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 # The same with one query, where they stand for numbers read: `python -m benchmarks --suite decode`.
 _WORTH_READING = {"torch_sdpa": 0.25e6, "jax_xla": 0.5e6, "tensorflow_xla": 0.25e6}
+# From this many numbers of a head on, Keras's attention on PyTorch, by which `compact` attends,
+# takes several times as long for one query, even where no head is skipped: with 12 heads and 16384
+# slots of 64 + 64 numbers 139 ms against 41, with 4 key/value heads 190 against 9 (a busy machine).
+_READS_LONG_CACHES = {"torch_sdpa": 2**21}
 # From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
 # heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).
 _TILES_WIN = {"jax_xla": 512**2, "tensorflow_xla": 4096**2}
@@ -67,7 +71,9 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     if spec.query_length is None or spec.key_length is None:
         return True  # Lengths that vary may be long ones, where much is to be lost.
     if spec.query_length == 1:
-        return _unread(name, spec) >= _WORTH_READING[name]
+        of_head = (spec.key_length or 0) * (spec.key_dim + spec.value_dim)
+        is_long = of_head >= _READS_LONG_CACHES.get(name, math.inf)
+        return is_long or _unread(name, spec) >= _WORTH_READING[name]
     scores = spec.query_length * spec.key_length
     hides_no_key = spec.mask_shape is None and spec.sliding_window is None
     if hides_no_key and scores <= _COMPACT_WINS[name] and not compact.unsupported_reason(spec):

@@ -60,7 +60,11 @@ BACKBONES: dict[str, Callable[[], keras.Model]] = {
     "llama 3.1": functools.partial(models.Llama3Backbone, **DECODER, **LLAMA_31),
     "mistral": functools.partial(models.MistralBackbone, **DECODER, sliding_window=4),
     "qwen3": functools.partial(
-        models.Qwen3Backbone, **DECODER, head_dim=6, layer_norm_epsilon=1e-3
+        models.Qwen3Backbone,
+        **DECODER,
+        head_dim=6,
+        layer_norm_epsilon=1e-3,
+        sliding_window_size=4,  # which not every backend of keras-hub's heeds
     ),
 }
 CAUSAL_LMS: dict[str, Any] = {

@@ -1,5 +1,7 @@
 """`convert_to_moh` on the models of keras-hub."""
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -9,14 +11,18 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+from keras import ops
+from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
 
 import keras_moh
+from keras_moh.conversion.adapters import ADAPTERS as ADAPTER_OF
 from keras_moh.conversion.remembering import walk
 from tests.helpers import to_numpy
 from tests.integrations.models import (
     BACKBONES,
     CAUSAL_LMS,
     LENGTH,
+    LLAMA_31,
     PADDING,
     TOKENS,
     VOCABULARY,
@@ -28,6 +34,7 @@ from tests.integrations.models import (
     inputs_of,
     outputs_of,
 )
+from tests.samples import B, D, T, floats, moh_attention
 
 ADAPTERS = {
     "bert": "MoHMultiHeadAttention",
@@ -57,6 +64,17 @@ def test_all_heads_active_change_nothing(name, shared, top_k):
     ]
     for weight, before in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(weight, before)
+
+
+@pytest.mark.parametrize("source", ADAPTER_OF)
+def test_adapters_are_called_as_their_sources(source):
+    module, name = source.rsplit(".", 1)
+    theirs, own = (
+        list(inspect.signature(cls.call).parameters.values())
+        for cls in (getattr(importlib.import_module(module), name), ADAPTER_OF[source])
+    )
+    assert [(x.name, x.default) for x in own[:-1]] == [(x.name, x.default) for x in theirs]
+    assert own[-1].name == "return_routing"
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -216,6 +234,40 @@ def test_a_composed_model_of_layers(tmp_path):
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert len(adapters(again)) == 3
     np.testing.assert_allclose(again.predict_on_batch(batch), expected, atol=1e-5)
+
+
+ROTARY: dict[str, tuple[keras.Layer, keras.Layer]] = {
+    "plain": (
+        keras_hub.layers.RotaryEmbedding(50.0, 4.0),
+        keras_moh.RotaryEmbedding(50.0, 4.0),
+    ),
+    "llama 3.1": (
+        LlamaRotaryEmbedding(**{name.removeprefix("rope_"): x for name, x in LLAMA_31.items()}),
+        keras_moh.conversion.LlamaRotaryEmbedding(
+            **{name.removeprefix("rope_"): x for name, x in LLAMA_31.items()}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.usefixtures("always_worth_it")
+def test_rotary_embeddings_of_keras_hub(kind):
+    """In the layer: whole, by rows where only rows are projected, and from a cached position on."""
+    theirs, own = (moh_attention(key_dim=8, rotary_embedding=layer) for layer in ROTARY[kind])
+    x = ops.convert_to_tensor(floats(B, T, D))
+    expected = to_numpy(own(x, use_causal_mask=True))
+    np.testing.assert_allclose(to_numpy(theirs(x, use_causal_mask=True)), expected, atol=1e-5)
+    cache = ops.zeros((B, 2, T, theirs.num_key_value_heads, theirs.key_dim))
+    for start, stop in ((0, 2), (2, 3), (3, T)):
+        for index in (start, ops.convert_to_tensor(start, "int32")):
+            output, written = theirs(
+                x[:, start:stop], use_causal_mask=True, cache=cache, cache_update_index=index
+            )
+            np.testing.assert_allclose(to_numpy(output), expected[:, start:stop], atol=1e-5)
+        cache = written
+    plain = moh_attention(key_dim=8)
+    assert np.abs(to_numpy(plain(x, use_causal_mask=True)) - expected).max() > 1e-2
 
 
 def test_gemma_is_left_with_the_reason():
