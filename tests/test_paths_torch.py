@@ -53,6 +53,29 @@ def test_long_caches_are_not_left_to_keras(groups: int, slots: int, ran: list[st
     assert {*ran} == {"torch_sdpa" if slots == 16384 else "compact"}
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("slots", [1024, 1025])
+def test_keys_are_shared_among_threads(threads: int, slots: int, dtype: str) -> None:
+    """Where there are few queries: as many keys for each thread, and what is left by itself."""
+    shape = (1, 2, slots, 2, 4)
+    cache = torch.from_numpy(np.random.default_rng(0).normal(size=shape)).to(getattr(torch, dtype))
+    arguments = {"key_dim": 4, "num_key_value_heads": 2, "dtype": dtype}
+    layer, reference = (
+        moh_attention(**arguments, implementation=name) for name in ("torch_sdpa", "reference")
+    )
+    x = torch.as_tensor(floats(1, 1, D)).to(cache.dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        output, _ = layer(x, cache=cache)
+    finally:
+        torch.set_num_threads(before)
+    expected, _ = reference(x, cache=cache)
+    tolerance = 1e-12 if dtype == "float64" else 2e-2
+    assert (output - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 @pytest.mark.parametrize("groups", [6, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_copies_no_keys(groups: int, masked: bool) -> None:

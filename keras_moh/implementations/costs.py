@@ -71,8 +71,7 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     if spec.query_length is None or spec.key_length is None:
         return True  # Lengths that vary may be long ones, where much is to be lost.
     if spec.query_length == 1:
-        of_head = (spec.key_length or 0) * (spec.key_dim + spec.value_dim)
-        is_long = of_head >= _READS_LONG_CACHES.get(name, math.inf)
+        is_long = _of_head(spec) >= _READS_LONG_CACHES.get(name, math.inf)
         return is_long or _unread(name, spec) >= _WORTH_READING[name]
     scores = spec.query_length * spec.key_length
     hides_no_key = spec.mask_shape is None and spec.sliding_window is None
@@ -86,11 +85,16 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
 
 def _unread(name: str, spec: AttentionSpec) -> float:
     """Numbers of keys and values that one query does not read, for each of its heads."""
-    of_head = (spec.key_length or 0) * (spec.key_dim + spec.value_dim)
+    of_head = _of_head(spec)
     if name == "torch_sdpa" and (spec.is_causal or spec.mask_shape is not None):
         return of_head
     shared = spec.num_key_value_heads < spec.num_heads
     return 0 if shared else (1 - spec.num_active_heads / spec.num_heads) * of_head
+
+
+def _of_head(spec: AttentionSpec) -> int:
+    """Numbers of the keys and values of a head, whose length is known."""
+    return (spec.key_length or 0) * (spec.key_dim + spec.value_dim)
 
 
 def skips_projections(spec: AttentionSpec) -> bool:

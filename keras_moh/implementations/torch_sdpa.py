@@ -40,6 +40,10 @@ _CHUNK = 128
 # The same for a list of all tokens: as many rows span fewer keys, so a chunk may have more of them.
 # (The kernel's own causality takes 1.4 times as long: its threads share the rows unevenly.)
 _CHUNK_OF_ALL = 256
+# The kernel gives its threads as many queries each, and to one thread alone what has no more: there
+# the keys are shared among the threads, if they are so many (a read of 1024 takes 10 us).
+_OF_ONE_THREAD = 32
+_WORTH_SHARING = 1024
 # Keys that all rows of a chunk see, from which on they are computed apart from those with a mask.
 _WORTH_A_PIECE = 256
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
@@ -325,6 +329,8 @@ def _forward(
     Rows without a key give 0, and have a sum of which the backward pass makes no gradient.
     """
     if query.device.type in _FUSED_DEVICES:
+        if bias is None and len(query) <= _OF_ONE_THREAD and len(key) >= _WORTH_SHARING:
+            return _forward_by_threads(query, key, value, scale)
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x[None, None] for x in (query, key, value)),
             attn_mask=None if bias is None else bias[None, None],
@@ -336,15 +342,30 @@ def _forward(
     return (scores - log_sums[:, None]).exp().to(value.dtype) @ value, log_sums
 
 
+def _forward_by_threads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_forward` without a bias, of which each thread computes the part over some of the keys."""
+    threads = torch.get_num_threads()
+    shared = len(key) - len(key) % threads
+    keys, values = (x[:shared].unflatten(0, (threads, 1, -1)) for x in (key, value))
+    queries = query.expand(threads, 1, *query.shape)
+    outputs, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, scale=scale
+    )
+    parts = list(zip(outputs[:, 0], sums[:, 0], strict=True))
+    if shared < len(key):
+        parts.append(_forward(query, key[shared:], value[shared:], None, scale))
+    return _joined(parts)
+
+
 def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over all keys, of outputs and logarithmic sums over some of them each."""
     if len(parts) == 1:
         return parts[0]
-    outputs, sums = zip(*parts, strict=True)
-    log_sums = torch.stack(sums).logsumexp(0)
-    shares = [(each - log_sums).exp()[:, None] for each in sums]
-    joined = sum(share * output for share, output in zip(shares, outputs, strict=True))
-    return joined, log_sums
+    outputs, sums = (torch.stack(of_parts) for of_parts in zip(*parts, strict=True))
+    log_sums = sums.logsumexp(0)
+    return ((sums - log_sums).exp()[..., None] * outputs).sum(0), log_sums
 
 
 def _backward(
