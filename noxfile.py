@@ -129,6 +129,25 @@ def tests(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def tpu(session: nox.Session) -> None:
+    """Test `jax_pallas_tpu` on a simulated TPU, by all there is, and compile it for real ones.
+
+    It needs no TPU, and half an hour. Arguments after `--` go to pytest.
+    """
+    install(session, "--editable", ".[test]", FRAMEWORKS["jax"], "libtpu")
+    environment = {
+        **keras_environment(session, "jax"),
+        **FOR_TESTS,
+        "KERAS_MOH_EXPECTED_BACKEND": "jax",
+        "KERAS_MOH_SIMULATE_TPU": "1",
+        "JAX_ENABLE_X64": "0",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the network which TPU it is on
+    }
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]), env=environment)
+
+
+@nox.session
 @each_backend
 def integrations(session: nox.Session, backend: str) -> None:
     """Test one backend with keras-hub, which brings TensorFlow along on every backend."""

@@ -85,7 +85,7 @@ class Case:
     scope: str | None = None  # of rematerialization
 
     def is_served(self, implementation: str, policy: str) -> bool:
-        if implementation == "torch_triton":
+        if implementation in ("torch_triton", "jax_pallas_tpu"):
             return policy != "float64"
         if implementation != "compact":
             return True

@@ -276,7 +276,7 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     mask_shape = np.shape(options.get("mask", np.True_))
     if len(mask_shape) == 4 and mask_shape[1] > 1:
         return "mask has no head axis"
-    if path.implementation == "torch_triton" and dtype == "float64":
+    if path.implementation in ("torch_triton", "jax_pallas_tpu") and dtype == "float64":
         return "not in float64"
     if path.implementation == "compact":
         if dtype == "float64":

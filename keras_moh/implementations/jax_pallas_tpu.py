@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -43,6 +44,7 @@ from keras_moh.implementations.spec import AttentionSpec, Options, needs_referen
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _MOST_FEATURES = 256
+_DEVICES = ("tpu",)
 _LANES = 128
 _BITS = 32
 # Tiles' numbers of rows, of which the largest is taken that fits into a list of mean length, and
@@ -70,11 +72,11 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
     tiles = spec.batch * _tiles_of_entry(*shape, rows)
     if tiles > _MOST_TILES:
         return f"it keeps the numbers of {tiles} tiles at hand, which has room for {_MOST_TILES}"
-    return _unsupported_device(spec.device)
-
-
-def _unsupported_device(kind: str) -> str | None:
-    return None if kind == "tpu" else f"it needs a TPU, not '{kind}'"
+    if spec.device not in _DEVICES:
+        return f"it needs a TPU, not '{spec.device}'"
+    if keras.distribution.distribution() is not None:
+        return "its kernels are for one device, and keras.distribution divides arrays among several"
+    return None
 
 
 def attend(
@@ -219,7 +221,7 @@ def _plan(
         groups=groups,
         tiles=_tiles_of_entry(length, taken, groups, tile_rows),
         rows=tile_rows,
-        blocks=pl.cdiv(key_length, block_keys),
+        blocks=-(-key_length // block_keys),
         keys=block_keys,
         key_length=key_length,
         key_dim=_padded(key_dim),
@@ -228,7 +230,7 @@ def _plan(
     rows = rows_of(heads, num_heads, groups)
 
     of_lists = jnp.diff(rows.starts).reshape(batch, groups)
-    tiles_of_lists = jnp.maximum(pl.cdiv(of_lists, sizes.rows), 1)
+    tiles_of_lists = jnp.maximum(-(-of_lists // sizes.rows), 1)
     end_tiles = jnp.cumsum(tiles_of_lists, axis=1)
     first_tiles = end_tiles - tiles_of_lists
     tile = jnp.arange(sizes.tiles)
@@ -264,7 +266,7 @@ def _plan(
         ends = jnp.max(jnp.where(left_keys, jnp.arange(1, key_length + 1), 0), axis=1)
         high = jnp.minimum(high, ends[:, None])
     some = (left > 0) & (low < high)
-    starts, stops = low // sizes.keys, pl.cdiv(high, sizes.keys)
+    starts, stops = low // sizes.keys, -(-high // sizes.keys)
     starts, stops = (jnp.where(some, x, 0).astype(jnp.int32) for x in (starts, stops))
     return sizes, _Tiles(
         rows=tiled,
@@ -346,7 +348,7 @@ def _operand_dtype(x: Any) -> Any:
 
 
 def _padded(width: int) -> int:
-    return pl.cdiv(width, _LANES) * _LANES
+    return -(-width // _LANES) * _LANES
 
 
 def _wide(x: Any) -> Any:
