@@ -239,11 +239,13 @@ def _checked_mask(mask: Any, query: Any, key: Any) -> Any:
 
 
 def _check_causal_offset(causal_offset: Any) -> None:
-    if hasattr(causal_offset, "dtype"):
+    if isinstance(causal_offset, int):  # first: of an offset that varies PyTorch's graphs know this
+        valid = not isinstance(causal_offset, bool)
+    elif hasattr(causal_offset, "dtype"):
         dtype = keras.backend.standardize_dtype(causal_offset.dtype)
         valid = keras.backend.is_int_dtype(dtype) and len(causal_offset.shape) == 0
     else:
-        valid = isinstance(causal_offset, int) and not isinstance(causal_offset, bool)
+        valid = False
     if not valid:
         raise invalid_argument(
             "causal_offset", "an integer or a scalar integer tensor", causal_offset

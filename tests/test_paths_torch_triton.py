@@ -30,7 +30,7 @@ import triton
 from torch._subclasses import FakeTensorMode
 
 from keras_moh.implementations import torch_triton
-from keras_moh.implementations.triton_blocks import Blocks
+from keras_moh.implementations.triton_blocks import Blocks, splits
 
 NAME = "torch_triton"
 PATH = Path(NAME, "eager")
@@ -115,6 +115,86 @@ def test_of_strided_tensors(options: dict[str, Any]) -> None:
     )
 
 
+# Few rows and many keys --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels launched, and their grids. Keys are split in 4, in tiles of 16."""
+    launches: list[tuple[str, tuple[int, ...]]] = []
+    launch = torch_triton._launch
+
+    def record(name: str, grid: tuple[int, ...], *rest: Any) -> None:
+        launches.append((name, grid))
+        launch(name, grid, *rest)
+
+    monkeypatch.setattr(torch_triton, "_launch", record)
+    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(torch_triton, "splits", lambda *_: 4)
+    return launches
+
+
+DECODING = {
+    "nothing": {},
+    "causal": {"is_causal": True, "causal_offset": 56},
+    "no key": {"is_causal": True, "causal_offset": -1},  # for the first row, or the only one
+    "one key": {"is_causal": True, "causal_offset": 0},
+    "window": {"is_causal": True, "causal_offset": 50, "sliding_window": 20},
+    "beyond": {"sliding_window": 3, "causal_offset": 70},
+    "lengths": {"mask": padding(17, 0, length=59)[:, None, None]},  # 2 and 4 empty parts
+    "lengths, causal": {
+        "is_causal": True,
+        "causal_offset": 40,
+        "mask": padding(3, 59, length=59)[:, None, None],
+    },
+    "holes": {"mask": (np.arange(59) // 16 % 2 == 1)[None, None, None]},  # not one key of a part
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("groups", [8, 2, 1])
+@pytest.mark.parametrize("options", DECODING.values(), ids=DECODING)
+def test_keys_are_split(
+    options: dict[str, Any],
+    groups: int,
+    queries: int,
+    dtype: str,
+    launched: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Values and gradients, with parts of which nothing is seen, and rows without a key."""
+    shape = {"queries": queries, "keys": 59, "heads": 8, "taken": 3, "groups": groups}
+    check(PATH, shape | {"some_gates_are_0": True}, options, dtype)
+    (kernel, grid), (combine, _), *backward = launched
+    assert (kernel, grid[1], combine) == ("forward_kernel", 4, "combine_kernel")
+    assert all(len(grid) == 1 for _, grid in backward)
+
+
+def test_a_mask_of_pairs_is_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    shape = {"queries": 3, "keys": 59, "heads": 8, "taken": 3, "groups": 2}
+    check(PATH, shape, {"mask": some_mask(2, 1, 3, 59)}, "float32")
+    assert launched[1][0] == "combine_kernel"
+
+
+def test_split_where_rows_are_few_and_keys_are_many() -> None:
+    assert splits(tiles=64, key_length=32768) == 8  # 8 sequences of 8 key/value heads
+    assert splits(tiles=64, key_length=1024) == 4  # for each enough keys
+    assert splits(tiles=1, key_length=10**6) == 512
+    for tiles in (0, 1, 7, 400, 512, 10**6):
+        for key_length in (0, 1, 255, 300, 5000, 10**6):
+            number = splits(tiles, key_length)
+            assert number & (number - 1) == 0 < number
+            assert number == 1 or number * 256 <= key_length
+            assert number == 1 or number * tiles <= 512
+
+
+def test_long_lists_are_not_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    shape = {"queries": 17, "keys": 59, "heads": 8, "taken": 3, "groups": 8}
+    check(PATH, shape, {}, "float32")
+    (kernel, grid), *_ = launched
+    assert (kernel, len(grid)) == ("forward_kernel", 1)
+
+
 def compare(
     actual: Callable[..., Any], desired: Callable[..., Any], inputs: Any, cotangent: Any
 ) -> None:
@@ -129,13 +209,17 @@ def compare(
 @pytest.mark.usefixtures("tiles")
 @of_tiles([(16, 32)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("queries", [43, 2])
 def test_the_order_of_programs_does_not_matter(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    queries: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not to the last bit: no program reads, or adds to, what another one writes."""
     from triton.runtime.interpreter import interpreter_builder
 
-    tensors, heads, cotangent = inputs_of_length(2, length=43)
+    monkeypatch.setattr(torch_triton, "splits", lambda *_: 2)
+    (query, *others, gates), heads, cotangent = inputs_of_length(2, length=43)
+    query, gates, heads, cotangent = (x[:, -queries:] for x in (query, gates, heads, cotangent))
+    tensors = [query, *others, gates]
     if "mask" in options:
         options = {"mask": padding(29, length=43)[:, None, None]}
     function = attention(NAME, heads, **options)
@@ -143,7 +227,9 @@ def test_the_order_of_programs_does_not_matter(
     set_index = interpreter_builder.set_grid_idx
     monkeypatch.setattr(
         *(interpreter_builder, "set_grid_idx"),
-        lambda x, y, z: set_index(interpreter_builder.grid_dim[0] - 1 - x, y, z),
+        lambda *index: set_index(
+            *(n - 1 - x for n, x in zip(interpreter_builder.grid_dim, index, strict=True))
+        ),
     )
     results.append(output_and_gradients(function, tensors, cotangent))
     for x, y in zip(*([output, *by] for output, by in results), strict=True):
@@ -153,9 +239,23 @@ def test_the_order_of_programs_does_not_matter(
 # Graphs -------------------------------------------------------------------------------------------
 
 
-def arguments_of_operation(**options: Any) -> tuple[Any, ...]:
+# All tokens, and a step of decoding, whose keys are split.
+@pytest.fixture(params=[37, 1])
+def queries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(torch_triton, "splits", lambda *_: 2)
+    return request.param
+
+
+def inputs_of_last(queries: int) -> tuple[list[Any], Any, Any]:
+    """Those of `inputs_of_length` of the last tokens, with the keys and values of all."""
+    (query, *others, gates), heads, cotangent = inputs_of_length(2, length=37)
+    query, gates, heads, cotangent = (x[:, -queries:] for x in (query, gates, heads, cotangent))
+    return [query, *others, gates], heads, cotangent
+
+
+def arguments_of_operation(queries: int, **options: Any) -> tuple[Any, ...]:
     """What the operation is called with."""
-    tensors, heads, _ = inputs_of_length(2, length=37)
+    tensors, heads, _ = inputs_of_last(queries)
     recorded: list[tuple[Any, ...]] = []
     operation = torch_triton._attend
     with pytest.MonkeyPatch.context() as patch:
@@ -175,9 +275,11 @@ OPERATION_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPERATION_OPTIONS.values(), ids=OPERATION_OPTIONS)
-def test_operations_are_sound(options: dict[str, Any]) -> None:
+def test_operations_are_sound(options: dict[str, Any], queries: int) -> None:
     """By PyTorch's own tests: schema, gradient, stand-ins, and tracing with changing shapes."""
-    query, key, value, heads, gates, *others = arguments_of_operation(**options)
+    if "mask" in options:
+        options = options | {"mask": options["mask"][:, :, -queries:]}
+    query, key, value, heads, gates, *others = arguments_of_operation(queries, **options)
     query, key, value, gates = (x.clone().requires_grad_() for x in (query, key, value, gates))
     arguments = (query, key, value, heads, gates, *others)
     torch.library.opcheck(torch_triton._attend, arguments)
@@ -190,18 +292,19 @@ def test_operations_are_sound(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", OPERATION_OPTIONS.values(), ids=OPERATION_OPTIONS)
 def test_nothing_is_read_on_the_host(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Around the kernels: tensors without values raise if one is asked for."""
     launched: list[str] = []
     monkeypatch.setattr(torch_triton, "_launch", lambda name, *_: launched.append(name))
-    tensors, heads, cotangent = inputs_of_length(2, length=37)
+    tensors, heads, cotangent = inputs_of_last(queries)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     fake_query, fake_key, fake_value, fake_gates, fake_heads, fake_cotangent = map(
         mode.from_tensor, (*tensors, heads, cotangent)
     )
     if "mask" in options:
-        options = options | {"mask": mode.from_tensor(torch.as_tensor(options["mask"]))}
+        mask = torch.as_tensor(options["mask"][:, :, -queries:])
+        options = options | {"mask": mode.from_tensor(mask)}
     values = {"mask": None, "is_causal": False, "causal_offset": 0, "sliding_window": None}
     call = implementations.spec.Options(**{**values, **options}, scale=0.5)
     with mode:
@@ -211,7 +314,9 @@ def test_nothing_is_read_on_the_host(
             torch_triton.attend(fake_query, fake_key, fake_value, fake_heads, fake_gates, call)
         results = torch_triton._attend._init_fn(*rest)
         gradients = torch_triton._attend_backward._init_fn(fake_cotangent, *results[1:], *rest)
-    assert launched == ["forward_kernel", "backward_query_kernel", "backward_key_value_kernel"]
+    combines = ["combine_kernel"] if queries == 1 else []
+    backward = ["backward_query_kernel", "backward_key_value_kernel"]
+    assert launched == ["forward_kernel", *combines, *backward]
     inputs = (fake_query, fake_key, fake_value, fake_gates)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
 
@@ -222,7 +327,7 @@ def test_kernels_have_no_tensor_of_all_scores(
 ) -> None:
     sizes: list[int] = []
 
-    def record(name: str, programs: int, blocks: Any, arguments: dict[str, Any]) -> None:
+    def record(name: str, grid: Any, blocks: Any, arguments: dict[str, Any]) -> None:
         tensors = (x for x in arguments.values() if isinstance(x, torch.Tensor))
         sizes.append(sum(x.untyped_storage().nbytes() // x.itemsize for x in tensors))
 
@@ -235,10 +340,11 @@ def test_kernels_have_no_tensor_of_all_scores(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("capture", ["compile", "export", "trace"])
-def test_captured_graph(capture: str, ran: list[str]) -> None:
-    tensors, heads, _ = inputs_of_length(2, length=37)
-    attend = attention(NAME, heads, is_causal=True)
-    expected = attention("reference", heads, is_causal=True)(*tensors)
+def test_captured_graph(capture: str, ran: list[str], queries: int) -> None:
+    tensors, heads, _ = inputs_of_last(queries)
+    options = {"is_causal": True, "causal_offset": 37 - queries}
+    attend = attention(NAME, heads, **options)
+    expected = attention("reference", heads, **options)(*tensors)
     ran.clear()
     output = captures()[capture](attend)(*tensors)
     assert set(ran) == {NAME}

@@ -73,6 +73,23 @@ CEILINGS = {
 }
 
 
+# The same of a step of decoding, which splits the keys.
+CEILINGS_OF_DECODING = {
+    ("forward_kernel", "sm_80", 64): Usage(168, 0, 73728),
+    ("forward_kernel", "sm_80", 128): Usage(168, 0, 73728),
+    ("forward_kernel", "sm_90", 64): Usage(168, 0, 73728),
+    ("forward_kernel", "sm_90", 128): Usage(168, 0, 73728),
+    ("forward_kernel", "gfx942", 64): Usage(128, 0, 18432),
+    ("forward_kernel", "gfx942", 128): Usage(168, 0, 34816),
+    ("combine_kernel", "sm_80", 64): Usage(64, 0, 1024),
+    ("combine_kernel", "sm_80", 128): Usage(64, 0, 1024),
+    ("combine_kernel", "sm_90", 64): Usage(64, 0, 1024),
+    ("combine_kernel", "sm_90", 128): Usage(64, 0, 1024),
+    ("combine_kernel", "gfx942", 64): Usage(64, 0, 1024),
+    ("combine_kernel", "gfx942", 128): Usage(64, 0, 1024),
+}
+
+
 def options(**changes: Any) -> Options:
     defaults = {"is_causal": False, "causal_offset": 0, "sliding_window": None}
     return Options(**{"mask": None, **defaults, **changes}, scale=0.1)
@@ -85,6 +102,10 @@ VARIANTS = {
     "window": options(sliding_window=100),
     "mask of keys": options(mask=torch.ones(2, 1, 1, 256, dtype=torch.bool)),
     "mask of pairs": options(mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)),
+}
+DECODING = {
+    "decoding": options(is_causal=True, causal_offset=4095),
+    "decoding, mask": options(mask=torch.ones(2, 1, 1, 4096, dtype=torch.bool)),
 }
 
 
@@ -101,19 +122,22 @@ def launches(
     """What a call and its gradients launch on the target, by kernel."""
     recorded: dict[str, Launch] = {}
 
-    def record(name: str, programs: int, sizes: Blocks, arguments: dict[str, Any]) -> None:
+    def record(name: str, grid: Any, sizes: Blocks, arguments: dict[str, Any]) -> None:
         recorded[name] = Launch(name, sizes, arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_triton, "_target", lambda device: target)
         patch.setattr(torch_triton, "_launch", record)
+        queries, keys = (1, 4096) if variant in DECODING else (256, 256)
         query, key, value = (
-            torch.zeros(2, 256, heads, width, dtype=dtype, requires_grad=True)
-            for heads, width in ((8, widths[0]), (4, widths[0]), (4, widths[1]))
+            torch.zeros(2, length, heads, width, dtype=dtype, requires_grad=True)
+            for length, heads, width in (
+                *((queries, 8, widths[0]), (keys, 4, widths[0]), (keys, 4, widths[1])),
+            )
         )
-        heads = torch.arange(4).expand(2, 256, 4)
+        heads = torch.arange(4).expand(2, queries, 4)
         output, _ = torch_triton.attend(
-            *(query, key, value, heads, torch.ones(heads.shape)), VARIANTS[variant]
+            *(query, key, value, heads, torch.ones(heads.shape)), (VARIANTS | DECODING)[variant]
         )
         output.sum().backward()
     return recorded
@@ -132,7 +156,10 @@ def build(launch: Launch, target: str) -> Any:
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32" if isinstance(x, int) else TYPES[x.dtype]
-            if isinstance(x, torch.Tensor) or x % 16 == 0:
+            aligned = (
+                x % 16 == 0 and not parameter.do_not_specialize if isinstance(x, int) else True
+            )
+            if aligned:
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     how = {"num_warps": launch.sizes.warps, "num_stages": launch.sizes.stages}
@@ -183,6 +210,16 @@ def test_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
         assert "wgmma.mma_async" in built.asm["ptx"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "target", "width"), CEILINGS_OF_DECODING)
+def test_decoding_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
+    launch = launches(target, (width, width), dtype, "decoding")[name]
+    assert launch.arguments["splits"] > 1
+    found = usage(build(launch, target), target)
+    ceiling = CEILINGS_OF_DECODING[name, target, width]
+    assert all(x <= most for x, most in zip(found, ceiling, strict=True)), found
+
+
 KERNELS = ("forward_kernel", "backward_query_kernel", "backward_key_value_kernel")
 
 
@@ -190,6 +227,14 @@ KERNELS = ("forward_kernel", "backward_query_kernel", "backward_key_value_kernel
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_build(variant: str, name: str) -> None:
     build(launches("sm_90", (64, 64), torch.bfloat16, variant)[name], "sm_90")
+
+
+@pytest.mark.parametrize("name", ["forward_kernel", "combine_kernel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (16, 24), (256, 256)], ids=str)
+def test_variants_of_decoding_build(widths: tuple[int, int], dtype: torch.dtype, name: str) -> None:
+    built = build(launches("sm_80", widths, dtype, "decoding, mask")[name], "sm_80")
+    assert built.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.torch_rows import once_differentiable
-from keras_moh.implementations.triton_blocks import Blocks, blocks
+from keras_moh.implementations.triton_blocks import DECODE_ROWS, Blocks, blocks, splits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -139,15 +139,40 @@ def _attend(
         *(query, key, value, heads, gates, rows, lists, mask, causal_offset),
         *(scale, is_causal, sliding_window),
     )
-    sizes = _blocks("forward", query, value)
-    tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
     outputs = {
         "output": query.new_zeros((*query.shape[:3], value.shape[3])),
         "attended": query.new_empty((*heads.shape, value.shape[3])),
         "log_sums": query.new_empty(heads.shape, dtype=torch.float32),
     }
-    _launch("forward_kernel", len(query) * tiles, sizes, arguments | outputs | {"tiles": tiles})
+    longest_list = query.shape[1] * min(heads.shape[2], query.shape[2] // key.shape[2])
+    if longest_list <= DECODE_ROWS:
+        _attend_to_parts(arguments, outputs)
+    else:
+        sizes = _blocks("forward", query, value)
+        tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        arguments |= {"tiles": tiles, "splits": 1}
+        _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | outputs)
     return tuple(outputs.values())
+
+
+def _attend_to_parts(arguments: dict[str, Any], outputs: dict[str, torch.Tensor]) -> None:
+    """Few rows, whose keys are split among programs."""
+    query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "heads"))
+    sizes = _blocks("decode", query, value)
+    tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+    parts = splits(len(query) * tiles, key.shape[1])
+    arguments |= {"tiles": tiles, "splits": parts}
+    if parts == 1:
+        return _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | outputs)
+    shape = (*heads.shape, parts)
+    attended = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
+    log_sums = query.new_empty(shape, dtype=torch.float32)
+    of_parts = {"output": None, "attended": attended, "log_sums": log_sums}
+    _launch("forward_kernel", (len(query) * tiles, parts), sizes, arguments | of_parts)
+    of_parts = {"part_attended": attended, "part_log_sums": log_sums, "slots": heads.numel()}
+    sizes = _blocks("combine", query, value)
+    grid = (-(-heads.numel() // sizes.rows),)
+    return _launch("combine_kernel", grid, sizes, arguments | of_parts | outputs)
 
 
 @_attend.register_fake
@@ -190,14 +215,14 @@ def _attend_backward(
     sizes = _blocks("backward_query", query, value)
     tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
     more = {"attended": attended, "by_query": by_query, "tiles": tiles}
-    _launch("backward_query_kernel", len(query) * tiles, sizes, arguments | more)
+    _launch("backward_query_kernel", (len(query) * tiles,), sizes, arguments | more)
 
     # Afterwards, because it reads the gradients by the gates.
     sizes = _blocks("backward_key_value", query, value)
     tiles = -(-key.shape[1] // sizes.keys)
     spans = _spans(rows, heads.shape, key.shape[2], tiles, sizes.keys, arguments)
     more = {"spans": spans, "by_key": by_key, "by_value": by_value, "tiles": tiles}
-    grid = len(key) * key.shape[2] * tiles
+    grid = (len(key) * key.shape[2] * tiles,)
     _launch("backward_key_value_kernel", grid, sizes, arguments | more)
     return by_query, by_key, by_value, by_gates
 
@@ -301,7 +326,8 @@ def _spans(
 
 def _tiles_of_rows(shape: torch.Size, groups: int, block: int) -> int:
     """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
-    return (shape[1] * shape[2] + groups * (block - 1)) // block
+    rows = shape[1] * shape[2]
+    return min((rows + groups * (block - 1)) // block, rows)
 
 
 def _blocks(kernel: str, query: torch.Tensor, value: torch.Tensor) -> Blocks:
@@ -318,10 +344,10 @@ def _target(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def _launch(name: str, programs: int, sizes: Blocks, arguments: dict[str, Any]) -> None:
+def _launch(name: str, grid: tuple[int, ...], sizes: Blocks, arguments: dict[str, Any]) -> None:
     """Run a kernel, with those of the arguments that it has."""
     kernel = getattr(triton_kernels, name)
     arguments |= {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.keys}
     arguments = {key: x for key, x in arguments.items() if key in kernel.arg_names}
-    with torch.cuda.device_of(arguments["query"]):
-        kernel[(programs,)](**arguments, num_warps=sizes.warps, num_stages=sizes.stages)
+    with torch.cuda.device_of(arguments["gates"]):
+        kernel[grid](**arguments, num_warps=sizes.warps, num_stages=sizes.stages)

@@ -35,6 +35,16 @@ _HALF = {
         "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 32, 8, 2)),
         "gfx942": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(32, 32, 4, 2)),
     },
+    "decode": {
+        "sm_80": (Blocks(16, 128, 4, 3), Blocks(16, 64, 4, 3), Blocks(16, 32, 4, 2)),
+        "sm_90": (Blocks(16, 128, 4, 3), Blocks(16, 64, 4, 3), Blocks(16, 32, 4, 3)),
+        "gfx942": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
+    },
+    "combine": {
+        "sm_80": (Blocks(16, 0, 4, 1),) * 3,
+        "sm_90": (Blocks(16, 0, 4, 1),) * 3,
+        "gfx942": (Blocks(16, 0, 4, 1),) * 3,
+    },
     "backward_query": {
         "sm_80": (Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
         "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(32, 32, 4, 1)),
@@ -46,6 +56,12 @@ _HALF = {
         "gfx942": (Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     },
 }
+# The most rows of a list for which `decode` serves: those of its tiles.
+DECODE_ROWS = 16
+# Keys are split until there are this many programs, some for each multiprocessor of a large GPU,
+# but none has fewer keys than this. It does not depend on the device, so that the sums do not.
+_PROGRAMS = 512
+_LEAST_KEYS = 256
 # In float32, which has no matrix units at full precision, products are made of registers.
 _FLOAT32 = (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))
 
@@ -54,7 +70,8 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     """The sizes of a kernel.
 
     Args:
-        kernel: `"forward"`, `"backward_query"` or `"backward_key_value"`.
+        kernel: `"forward"`, `"decode"` (`forward`, for lists of few rows), `"combine"`,
+            `"backward_query"` or `"backward_key_value"`.
         target: `"sm_90"` and the like, the name of an AMD architecture, or `"interpreter"`.
         width: The larger of `d` and `dv`, at most 256.
         itemsize: Bytes of a feature.
@@ -69,3 +86,9 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     # All others of NVIDIA have less shared memory than these.
     is_large = target in ("sm_90", "sm_100", "sm_103")
     return _HALF[kernel]["sm_90" if is_large else "sm_80"][column]
+
+
+def splits(tiles: int, key_length: int) -> int:
+    """Among how many programs the keys of each of so many tiles of rows are split."""
+    wanted = min(_PROGRAMS // max(tiles, 1), key_length // _LEAST_KEYS)
+    return 1 << max(wanted, 1).bit_length() - 1  # a power of 2

@@ -37,6 +37,11 @@ The kernels know nothing of a framework. Their arguments, contiguous unless stri
 - `causal_offset`, int32: the position of the first token; `None` if no position matters.
 - `WINDOW`: the width of the sliding window, or `None`.
 - `attended (B, T, K, DV)` and `log_sums (B, T, K)`, float32: $a$ and $l$, kept for the gradients.
+
+A step of decoding has few rows and many keys. There the keys of a tile are split among programs,
+each of which leaves its own $a^{(n)}$ and $l^{(n)}$, and another kernel combines them:
+
+$$ l = \ln \sum_n e^{l^{(n)}}, \quad a = \sum_n e^{l^{(n)} - l} a^{(n)}. $$
 """
 
 from __future__ import annotations
@@ -46,9 +51,11 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Numbers of no address, for whose multiples of 16 no kernel need be compiled of its own.
+COUNTS = ("tiles", "splits", "slots")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     query,
     key,
@@ -67,6 +74,7 @@ def forward_kernel(
     T,
     S,
     tiles,
+    splits,
     key_by_entry,
     key_by_number,
     key_by_group,
@@ -89,46 +97,41 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """`output`, `attended` and `log_sums` of a tile of rows. Grid: `(B tiles,)`."""
-    entry = (tl.program_id(0) // tiles).to(tl.int64)
-    # The last tiles first: under causality they have the most keys, and the short ones fill up.
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    group, first_row, end_row = _tile_of_rows(lists, entry, tile, G, BLOCK_M)
+    """`output`, `attended` and `log_sums` of a tile of rows. Grid: `(B tiles, splits)`.
+
+    With an `output` of `None` there are an `attended (B, T, K, splits, DV)`, float32, and
+    `log_sums (B, T, K, splits)` of each part of the keys, `-inf` where it has none that a row sees.
+    """
+    entry, group, first_row, end_row = _tile_of_rows(lists, tiles, G, BLOCK_M)
     if first_row >= end_row:
         return
     rows += entry * T * K
     key += entry * key_by_entry + group * key_by_group
     value += entry * value_by_entry + group * value_by_group
     mask = _of_entry(mask, entry, mask_by_entry)
-    exists, token, slot, place = _load_rows(
-        heads, rows, entry, group, first_row, end_row, T, H, K, BLOCK_M
+    exists, token, slot, place, offset, start, stop, start_of_all, stop_of_all = _load_tile(
+        key_ends,
+        causal_offset,
+        *(heads, rows, entry, group, first_row, end_row, T, S),
+        *(H, K, IS_CAUSAL, WINDOW, MASK, BLOCK_M),
     )
-    offset = _load_or(causal_offset, 0, 0)
-    first = _token(rows, group, first_row, T, K) + offset
-    last = _token(rows, group, tl.minimum(first_row + BLOCK_M, end_row) - 1, T, K) + offset
-    key_end = _load_or(key_ends, entry, S)
-    start, stop = _keys_of_some(first, last, key_end, IS_CAUSAL, WINDOW)
-    start_of_all, stop_of_all = _keys_of_all(first, last, key_end, IS_CAUSAL, WINDOW, MASK)
+    part = tl.program_id(1)
+    if output is None:
+        of_part = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
+        start += part * of_part
+        stop = tl.minimum(stop, start + of_part)
 
     q = _load(query, place, D, exists, D, BLOCK_D)
     accumulated = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for begin in range(start, stop, BLOCK_N):
-        number = begin + tl.arange(0, BLOCK_N)
-        loaded = _is_key(mask, number, stop, mask_by_number, MASK)
-        allowed = loaded[None, :]
-        if MASK == "pairs":
-            allowed = _is_pair(
-                mask, token[:, None], number[None, :], stop, mask_by_token, mask_by_number
-            )
-            loaded = tl.max(allowed.to(tl.int32), 0) > 0
-        k = _load(key, number, key_by_number, loaded, D, BLOCK_D)
-        v = _load(value, number, value_by_number, loaded, DV, BLOCK_DV)
-        scores = _dot(q, tl.trans(k)) * (scale * LOG2_E)
-        if (begin < start_of_all) | (begin + BLOCK_N > stop_of_all):
-            near = _is_near(token[:, None] + offset, number[None, :], IS_CAUSAL, WINDOW)
-            scores = tl.where(near & allowed, scores, float("-inf"))
+        _, v, scores = _load_keys(
+            mask,
+            *(q, key, value, token, offset, begin, stop, start_of_all, stop_of_all, scale),
+            *(key_by_number, value_by_number, mask_by_token, mask_by_number),
+            *(D, DV, IS_CAUSAL, WINDOW, MASK, BLOCK_N, BLOCK_D, BLOCK_DV),
+        )
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # While a row has seen no key, its maximum is no number to subtract.
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -141,13 +144,66 @@ def forward_kernel(
     has_key = total > 0
     total = tl.where(has_key, total, 1.0)
     accumulated = accumulated / total[:, None]
+    log_sum = maximum + tl.log2(total)
+    if output is None:
+        slot = slot * splits + part
+    else:
+        log_sum = tl.where(has_key, log_sum, 0.0)
+        gate = tl.load(gates + slot, exists, 0.0).to(tl.float32)
+        _store(output, place, DV, exists, accumulated * gate[:, None], DV, BLOCK_DV)
+    _store(attended, slot, DV, exists, accumulated, DV, BLOCK_DV)
+    tl.store(log_sums + slot, log_sum, exists)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def combine_kernel(
+    heads,
+    gates,
+    part_attended,
+    part_log_sums,
+    output,
+    attended,
+    log_sums,
+    slots,
+    splits,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """`output`, `attended` and `log_sums` out of those of parts. Grid: `(slots / BLOCK_M,)`.
+
+    `slots` is `B T K`. The parts are added in their order.
+    """
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = slot < slots
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for part in range(splits):
+        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
+        maximum = tl.maximum(maximum, log_sum)
+    has_key = maximum > float("-inf")
+    shift = tl.where(has_key, maximum, 0.0)
+    accumulated = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for part in range(splits):
+        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
+        weight = tl.exp2(log_sum - shift)
+        a = _load(part_attended, slot * splits + part, DV, exists, DV, BLOCK_DV)
+        accumulated += weight[:, None] * a
+        total += weight
+
+    total = tl.where(has_key, total, 1.0)
+    accumulated = accumulated / total[:, None]
+    head = tl.load(heads + slot, exists, 0)
     gate = tl.load(gates + slot, exists, 0.0).to(tl.float32)
+    place = slot // K * H + head
     _store(output, place, DV, exists, accumulated * gate[:, None], DV, BLOCK_DV)
     _store(attended, slot, DV, exists, accumulated, DV, BLOCK_DV)
-    tl.store(log_sums + slot, tl.where(has_key, maximum + tl.log2(total), 0.0), exists)
+    tl.store(log_sums + slot, shift + tl.log2(total), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_query_kernel(
     query,
     key,
@@ -191,25 +247,19 @@ def backward_query_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """The gradients by the queries and gates of a tile of rows. Grid: `(B tiles,)`."""
-    entry = (tl.program_id(0) // tiles).to(tl.int64)
-    # The last tiles first: under causality they have the most keys, and the short ones fill up.
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    group, first_row, end_row = _tile_of_rows(lists, entry, tile, G, BLOCK_M)
+    entry, group, first_row, end_row = _tile_of_rows(lists, tiles, G, BLOCK_M)
     if first_row >= end_row:
         return
     rows += entry * T * K
     key += entry * key_by_entry + group * key_by_group
     value += entry * value_by_entry + group * value_by_group
     mask = _of_entry(mask, entry, mask_by_entry)
-    exists, token, slot, place = _load_rows(
-        heads, rows, entry, group, first_row, end_row, T, H, K, BLOCK_M
+    exists, token, slot, place, offset, start, stop, start_of_all, stop_of_all = _load_tile(
+        key_ends,
+        causal_offset,
+        *(heads, rows, entry, group, first_row, end_row, T, S),
+        *(H, K, IS_CAUSAL, WINDOW, MASK, BLOCK_M),
     )
-    offset = _load_or(causal_offset, 0, 0)
-    first = _token(rows, group, first_row, T, K) + offset
-    last = _token(rows, group, tl.minimum(first_row + BLOCK_M, end_row) - 1, T, K) + offset
-    key_end = _load_or(key_ends, entry, S)
-    start, stop = _keys_of_some(first, last, key_end, IS_CAUSAL, WINDOW)
-    start_of_all, stop_of_all = _keys_of_all(first, last, key_end, IS_CAUSAL, WINDOW, MASK)
 
     q = _load(query, place, D, exists, D, BLOCK_D)
     by_o = _load(by_output, place, DV, exists, DV, BLOCK_DV)
@@ -219,20 +269,12 @@ def backward_query_kernel(
     log_sum = tl.load(log_sums + slot, exists, 0.0)
     by_q = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for begin in range(start, stop, BLOCK_N):
-        number = begin + tl.arange(0, BLOCK_N)
-        loaded = _is_key(mask, number, stop, mask_by_number, MASK)
-        allowed = loaded[None, :]
-        if MASK == "pairs":
-            allowed = _is_pair(
-                mask, token[:, None], number[None, :], stop, mask_by_token, mask_by_number
-            )
-            loaded = tl.max(allowed.to(tl.int32), 0) > 0
-        k = _load(key, number, key_by_number, loaded, D, BLOCK_D)
-        v = _load(value, number, value_by_number, loaded, DV, BLOCK_DV)
-        scores = _dot(q, tl.trans(k)) * (scale * LOG2_E)
-        if (begin < start_of_all) | (begin + BLOCK_N > stop_of_all):
-            near = _is_near(token[:, None] + offset, number[None, :], IS_CAUSAL, WINDOW)
-            scores = tl.where(near & allowed, scores, float("-inf"))
+        k, v, scores = _load_keys(
+            mask,
+            *(q, key, value, token, offset, begin, stop, start_of_all, stop_of_all, scale),
+            *(key_by_number, value_by_number, mask_by_token, mask_by_number),
+            *(D, DV, IS_CAUSAL, WINDOW, MASK, BLOCK_N, BLOCK_D, BLOCK_DV),
+        )
         weights = tl.exp2(scores - log_sum[:, None])
         by_scores = weights * (_dot(by_o, tl.trans(v)) - by_gate[:, None])
         by_q += _dot(by_scores.to(k.dtype), k)
@@ -241,7 +283,7 @@ def backward_query_kernel(
     _store(by_query, place, D, exists, by_q * factor[:, None], D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_key_value_kernel(
     query,
     key,
@@ -327,9 +369,7 @@ def backward_key_value_kernel(
             allowed = _is_pair(
                 mask, token[None, :], number[:, None], stop, mask_by_token, mask_by_number
             )
-        last_row = tl.minimum(first_of_tile + BLOCK_M, end_row) - 1
-        first = _token(rows, group, first_of_tile, T, K) + offset
-        last = _token(rows, group, last_row, T, K) + offset
+        first, last = _positions(rows, group, first_of_tile, end_row, offset, T, K, BLOCK_M)
         start_of_all, stop_of_all = _keys_of_all(first, last, key_end, IS_CAUSAL, WINDOW, MASK)
         if (begin < start_of_all) | (begin + BLOCK_N > stop_of_all):
             near = _is_near(token[None, :] + offset, number[:, None], IS_CAUSAL, WINDOW)
@@ -348,21 +388,26 @@ def backward_key_value_kernel(
 
 
 @triton.jit
-def _tile_of_rows(lists, entry, tile, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The list of that tile of an entry, the tile's first row and the list's end; none: 0 and 0.
+def _tile_of_rows(lists, tiles, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's entry and list, its tile's first row and the list's end; no tile: 0 and 0.
 
-    An entry has at most `(T K + G (BLOCK_M - 1)) // BLOCK_M` tiles, however its rows are spread.
+    An entry has at most `(T K + G (BLOCK_M - 1)) // BLOCK_M` tiles, however its rows are spread,
+    and no more than rows.
     """
+    entry = (tl.program_id(0) // tiles).to(tl.int64)
+    # The last tiles first: under causality they have the most keys, and the short ones fill up.
+    tile = tiles - 1 - tl.program_id(0) % tiles
     WIDTH: tl.constexpr = triton.next_power_of_2(G)
     group = tl.arange(0, WIDTH)
     pointers = lists + 2 * (entry * G + group)
     first_row = tl.load(pointers, group < G, 0)
     end_row = tl.load(pointers + 1, group < G, 0)
-    tiles = tl.cdiv(end_row - first_row, BLOCK_M)
-    end_tile = tl.cumsum(tiles, 0)
-    is_list = (tile < end_tile) & (tile >= end_tile - tiles)
-    first_row += (tile - (end_tile - tiles)) * BLOCK_M
+    of_list = tl.cdiv(end_row - first_row, BLOCK_M)
+    end_tile = tl.cumsum(of_list, 0)
+    is_list = (tile < end_tile) & (tile >= end_tile - of_list)
+    first_row += (tile - (end_tile - of_list)) * BLOCK_M
     return (
+        entry,
         tl.sum(tl.where(is_list, group, 0), 0),
         tl.sum(tl.where(is_list, first_row, 0), 0),
         tl.sum(tl.where(is_list, end_row, 0), 0),
@@ -370,9 +415,12 @@ def _tile_of_rows(lists, entry, tile, G: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _token(rows, group, row, T, K: tl.constexpr):
-    """The token of a row."""
-    return tl.load(rows + row) // K - group * T
+def _positions(rows, group, first_row, end_row, offset, T, K: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The positions of the first and the last row of a tile."""
+    last_row = tl.minimum(first_row + BLOCK_M, end_row) - 1
+    first = tl.load(rows + first_row) // K - group * T
+    last = tl.load(rows + last_row) // K - group * T
+    return first + offset, last + offset
 
 
 @triton.jit
@@ -396,6 +444,81 @@ def _load_rows(
     slot = (entry * T + token) * K + number % K
     head = tl.load(heads + slot, exists, 0)
     return exists, token, slot, (entry * T + token) * H + head
+
+
+@triton.jit
+def _load_keys(
+    mask,
+    q,
+    key,
+    value,
+    token,
+    offset,
+    begin,
+    stop,
+    start_of_all,
+    stop_of_all,
+    scale,
+    key_by_number,
+    value_by_number,
+    mask_by_token,
+    mask_by_number,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The keys and values from `begin` on, and their scores with the queries: `-inf` if unseen."""
+    number = begin + tl.arange(0, BLOCK_N)
+    loaded = _is_key(mask, number, stop, mask_by_number, MASK)
+    allowed = loaded[None, :]
+    if MASK == "pairs":
+        allowed = _is_pair(
+            mask, token[:, None], number[None, :], stop, mask_by_token, mask_by_number
+        )
+        loaded = tl.max(allowed.to(tl.int32), 0) > 0
+    k = _load(key, number, key_by_number, loaded, D, BLOCK_D)
+    v = _load(value, number, value_by_number, loaded, DV, BLOCK_DV)
+    scores = _dot(q, tl.trans(k)) * (scale * LOG2_E)
+    if (begin < start_of_all) | (begin + BLOCK_N > stop_of_all):
+        near = _is_near(token[:, None] + offset, number[None, :], IS_CAUSAL, WINDOW)
+        scores = tl.where(near & allowed, scores, float("-inf"))
+    return k, v, scores
+
+
+@triton.jit
+def _load_tile(
+    key_ends,
+    causal_offset,
+    heads,
+    rows,
+    entry,
+    group,
+    first_row,
+    end_row,
+    T,
+    S,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The rows of a tile as `_load_rows`, the offset, and keys that some and that all may see."""
+    exists, token, slot, place = _load_rows(
+        heads, rows, entry, group, first_row, end_row, T, H, K, BLOCK_M
+    )
+    offset = _load_or(causal_offset, 0, 0)
+    key_end = _load_or(key_ends, entry, S)
+    first, last = _positions(rows, group, first_row, end_row, offset, T, K, BLOCK_M)
+    start, stop = _keys_of_some(first, last, key_end, IS_CAUSAL, WINDOW)
+    start_of_all, stop_of_all = _keys_of_all(first, last, key_end, IS_CAUSAL, WINDOW, MASK)
+    return exists, token, slot, place, offset, start, stop, start_of_all, stop_of_all
 
 
 @triton.jit
