@@ -41,6 +41,7 @@ FOR_TESTS = {
 SECOND_PROCESS = {"jax": {"JAX_ENABLE_X64": "1"}}
 if sys.platform == "linux":
     SECOND_PROCESS["torch"] = {"TRITON_INTERPRET": "1"}
+    SECOND_PROCESS["jax"]["TRITON_INTERPRET"] = "1"
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -101,8 +102,11 @@ def pretrained(session: nox.Session, model: str) -> None:
 @each_backend
 def tests(session: nox.Session, backend: str) -> None:
     """Test one backend, in an environment with no other; arguments after `--` go to pytest."""
-    extras = "test,triton" if backend == "torch" else "test"
+    extras = {"torch": "test,triton", "jax": "test,jax-triton"}.get(backend, "test")
     install(session, "--editable", f".[{extras}]", FRAMEWORKS[backend])
+    if backend == "jax" and sys.platform == "linux":
+        # With it jax-triton compiles; what it depends on is for programs that run.
+        install(session, "--no-deps", "jax-cuda12-plugin")
     environment = {
         **keras_environment(session, backend),
         **FOR_TESTS,

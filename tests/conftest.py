@@ -151,6 +151,9 @@ def belongs_here(item: pytest.Item) -> bool:
     if keras.backend.backend() == "jax":
         import jax
 
+        if "jax_triton" in item.nodeid:  # Without a GPU it has tests of its own only, interpreted.
+            interprets = os.environ.get("TRITON_INTERPRET") == "1"
+            return interprets and "test_paths_jax_triton.py" in item.nodeid
         simulates_tpu = "jax_pallas_tpu" in item.nodeid
         if SIMULATES_TPU or (simulates_tpu and not re.search(TELLING_ON_TPU, item.nodeid)):
             return SIMULATES_TPU and (simulates_tpu or "pallas_builds" in item.nodeid)

@@ -4,88 +4,27 @@ A simulated TPU takes code that the compiler of a real one does not. Lowering, t
 that compiler, needs JAX alone; where libtpu is installed, as in the session `tpu`, it compiles too.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import keras
 import pytest
 
 from tests.conftest import is_installed
-from tests.helpers import output_and_gradients
 from tests.paths import LENGTH, largest_array
 
 if keras.backend.backend() != "jax":
     pytest.skip("of another backend", allow_module_level=True)
 
 import jax
-import jax.numpy as jnp
 
 from keras_moh.implementations import jax_pallas_tpu
-from keras_moh.implementations.spec import Options
+from tests.jax_builds import CASES, Case, program, stand_ins
 
-
-class Case(NamedTuple):
-    batch: int = 2
-    queries: int = 1024
-    keys: int = 1024
-    groups: int = 2
-    widths: tuple[int, int] = (64, 64)
-    dtype: str = "bfloat16"
-    mask: tuple[int, ...] | None = None
-    is_causal: bool = False
-    sliding_window: int | None = None
-
-
-CASES = {
-    "all": Case(),
-    "causal": Case(widths=(128, 64), is_causal=True),
-    "causal window": Case(keys=1531, is_causal=True, sliding_window=100, dtype="float32"),
-    "short": Case(queries=37, keys=41, groups=4, widths=(16, 24), sliding_window=9),
-    "decoding": Case(queries=1, keys=4096, is_causal=True),
-    "padding": Case(keys=1000, mask=(2, 1, 1, 1000), dtype="float16"),
-    "mask": Case(mask=(1, 1, 1024, 1024), widths=(256, 256), dtype="float32", is_causal=True),
-}
-HEADS, TAKEN = 4, 2
-
-
-def program(case: Case, with_gradients: bool) -> Callable[..., Any]:
-    def attend(query: Any, key: Any, value: Any, gates: Any, heads: Any, *more: Any) -> Any:
-        offset, mask = more
-        options = Options(mask, case.is_causal, 0.1, offset, case.sliding_window)
-        return jax_pallas_tpu.attend(query, key, value, heads, gates, options)[0]
-
-    def run(*arguments: Any) -> Any:
-        *inputs, heads, offset, mask = arguments
-        cotangent = jnp.ones((*inputs[0].shape[:3], inputs[2].shape[3]))
-        return output_and_gradients(
-            lambda *inputs: attend(*inputs, heads, offset, mask), inputs, cotangent
-        )
-
-    return jax.jit(run if with_gradients else attend)
-
-
-def stand_ins(case: Case, sharding: Any = None) -> list[Any]:
-    """Query, key, value, gates, heads, offset and mask."""
-    (d, dv), of_keys = case.widths, (case.batch, case.keys, case.groups)
-    of_queries = case.batch, case.queries
-    shapes = [
-        *(((*of_queries, HEADS, d), case.dtype), ((*of_keys, d), case.dtype)),
-        *(((*of_keys, dv), case.dtype), ((*of_queries, TAKEN), "float32")),
-        *(((*of_queries, TAKEN), "int32"), ((), "int32"), (case.mask, "bool")),
-    ]
-    return [
-        None if shape is None else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype in shapes
-    ]
-
-
-KERNELS = {False: 1, True: 3}
+KERNELS = {False: 1, True: 3}  # with gradients
 
 
 @pytest.mark.parametrize("with_gradients", KERNELS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_lowered(case: Case, with_gradients: bool) -> None:
-    run = program(case, with_gradients)
+    run = program(jax_pallas_tpu, case, with_gradients)
     exported = jax.export.export(run, platforms=["tpu"])(*stand_ins(case))
     assert exported.mlir_module().count("tpu_custom_call") == KERNELS[with_gradients]
 
@@ -100,7 +39,7 @@ LONG_CASES = {
 
 @pytest.mark.parametrize("case", LONG_CASES.values(), ids=LONG_CASES)
 def test_has_no_array_of_all_scores(case: Case) -> None:
-    run = program(case, with_gradients=True)
+    run = program(jax_pallas_tpu, case, with_gradients=True)
     exported = jax.export.export(run, platforms=["tpu"])(*stand_ins(case))
     assert largest_array(exported.mlir_module()) < LENGTH**2
 
@@ -113,5 +52,5 @@ def test_compiled(case: Case, device: str) -> None:
 
     chip = topologies.get_topology_desc(f"{device}:2x2", "tpu").devices[0]
     arguments = stand_ins(case, jax.sharding.SingleDeviceSharding(chip))
-    compiled = program(case, with_gradients=True).lower(*arguments).compile()
+    compiled = program(jax_pallas_tpu, case, with_gradients=True).lower(*arguments).compile()
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == KERNELS[True]

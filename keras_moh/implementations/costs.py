@@ -39,7 +39,7 @@ from keras_moh.implementations import compact
 from keras_moh.implementations.spec import AttentionSpec
 
 # What is made of kernels for GPUs or TPUs.
-_KERNELS = ("torch_triton", "jax_pallas_tpu")
+_KERNELS = ("torch_triton", "jax_triton", "jax_pallas_tpu")
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
 _WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 # The same with one query, where they stand for numbers read: `python -m benchmarks --suite decode`.

@@ -39,7 +39,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from keras_moh.heads import dense_gates
-from keras_moh.implementations.rows import Rows, place, rows_of, span_of_keys, take
+from keras_moh.implementations.rows import (
+    Rows,
+    end_of_keys,
+    place,
+    rows_of,
+    span_of_keys,
+    take,
+)
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -71,7 +78,7 @@ def unsupported_reason(spec: AttentionSpec) -> str | None:
     rows, _ = _block_lengths(shape[0] * shape[1] / shape[2], spec.key_length)
     tiles = spec.batch * _tiles_of_entry(*shape, rows)
     if tiles > _MOST_TILES:
-        return f"it keeps the numbers of {tiles} tiles at hand, which has room for {_MOST_TILES}"
+        return f"the scalar memory has room for {_MOST_TILES} tiles, not for {tiles}"
     if spec.device not in _DEVICES:
         return f"it needs a TPU, not '{spec.device}'"
     if keras.distribution.distribution() is not None:
@@ -262,9 +269,8 @@ def _plan(
     first, last = positions[..., 0] + offset, positions[..., -1] + offset
     low, high = span_of_keys(first, last, key_length, static.is_causal, static.sliding_window)
     if mask is not None and mask.shape[2] == 1:
-        left_keys = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))
-        ends = jnp.max(jnp.where(left_keys, jnp.arange(1, key_length + 1), 0), axis=1)
-        high = jnp.minimum(high, ends[:, None])
+        of_keys = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))
+        high = jnp.minimum(high, end_of_keys(of_keys)[:, None])
     some = (left > 0) & (low < high)
     starts, stops = low // sizes.keys, -(-high // sizes.keys)
     starts, stops = (jnp.where(some, x, 0).astype(jnp.int32) for x in (starts, stops))

@@ -97,6 +97,12 @@ def span_of_keys(
     return low, ops.minimum(ops.maximum(high, low), key_length)
 
 
+def end_of_keys(mask: Any) -> Any:
+    """The end of the keys that a mask `(..., S)` leaves: `(...,)`, int32."""
+    ends = ops.arange(1, ops.shape(mask)[-1] + 1, dtype="int32")
+    return ops.max(ops.where(mask, ends, ops.zeros_like(ends)), axis=-1)
+
+
 def take(dense: Any, rows: Rows) -> Any:
     """The rows `(R, ...)` of `(B, T, H, ...)`."""
     shape = ops.shape(dense)

@@ -14,7 +14,13 @@ from torch.nn.functional import pad
 
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.torch_rows import once_differentiable
-from keras_moh.implementations.triton_blocks import DECODE_ROWS, Blocks, blocks, splits
+from keras_moh.implementations.triton_blocks import (
+    DECODE_ROWS,
+    Blocks,
+    blocks,
+    splits,
+    tiles_of_rows,
+)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -149,7 +155,7 @@ def _attend(
         _attend_to_parts(arguments, outputs)
     else:
         sizes = _blocks("forward", query, value)
-        tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
         arguments |= {"tiles": tiles, "splits": 1}
         _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | outputs)
     return tuple(outputs.values())
@@ -159,7 +165,7 @@ def _attend_to_parts(arguments: dict[str, Any], outputs: dict[str, torch.Tensor]
     """Few rows, whose keys are split among programs."""
     query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "heads"))
     sizes = _blocks("decode", query, value)
-    tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+    tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
     parts = splits(len(query) * tiles, key.shape[1])
     arguments |= {"tiles": tiles, "splits": parts}
     if parts == 1:
@@ -213,7 +219,7 @@ def _attend_backward(
     arguments |= {"log_sums": log_sums, "by_output": by_output, "by_gates": by_gates}
 
     sizes = _blocks("backward_query", query, value)
-    tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+    tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
     more = {"attended": attended, "by_query": by_query, "tiles": tiles}
     _launch("backward_query_kernel", (len(query) * tiles,), sizes, arguments | more)
 
@@ -322,12 +328,6 @@ def _spans(
         first = token if arguments["IS_CAUSAL"] else token - window + 1
         end = end if window is None else token + width - 1 + window
     return torch.stack([_first_rows(rows, x, shape, groups) for x in (first, end)], -1)
-
-
-def _tiles_of_rows(shape: torch.Size, groups: int, block: int) -> int:
-    """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
-    rows = shape[1] * shape[2]
-    return min((rows + groups * (block - 1)) // block, rows)
 
 
 def _blocks(kernel: str, query: torch.Tensor, value: torch.Tensor) -> Blocks:

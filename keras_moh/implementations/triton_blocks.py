@@ -88,6 +88,12 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     return _HALF[kernel]["sm_90" if is_large else "sm_80"][column]
 
 
+def tiles_of_rows(shape: tuple[int, ...], groups: int, block: int) -> int:
+    """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
+    rows = shape[1] * shape[2]
+    return min((rows + groups * (block - 1)) // block, rows)
+
+
 def splits(tiles: int, key_length: int) -> int:
     """Among how many programs the keys of each of so many tiles of rows are split."""
     wanted = min(_PROGRAMS // max(tiles, 1), key_length // _LEAST_KEYS)
