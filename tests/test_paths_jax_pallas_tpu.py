@@ -113,7 +113,7 @@ def test_races_would_be_found(simulated_tpu: list[Any], monkeypatch: pytest.Monk
     """Else the tests above could not fail by them: here cores share what one should have."""
     parallel = tpu.CompilerParams(dimension_semantics=["parallel"] * 3)
     monkeypatch.setattr(tpu, "CompilerParams", lambda **_: parallel)
-    tensors, heads, _ = inputs_of_length(1, length=131)
+    tensors, heads, _ = inputs_of_length(1, length=139)  # of 21 tiles and 3 blocks
     attention(NAME, heads)(*tensors)
     assert [record.races_found for record in simulated_tpu] == [True]
     simulated_tpu.clear()
