@@ -16,6 +16,9 @@ Suites that show what is in RESULTS:
 
   plot      draws the figures of the documentation
   docs      fills the tables of docs/how-fast.md
+
+With --device gpu there are no suites: PyTorch's attention and the package's kernels are measured
+on a GPU, in less than 8 minutes (see benchmarks/gpu/).
 """
 
 from __future__ import annotations
@@ -29,14 +32,21 @@ from pathlib import Path
 import keras
 
 from benchmarks import report
+from benchmarks.gpu import command
 from benchmarks.machine import ROOT, describe
 from benchmarks.suites import SUITES, Options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
-    parsed = _parser().parse_args(arguments)
-    if parsed.suite == "plot":
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.device == "gpu":
+        reason = command.unsupported_reason()
+        if reason is not None:
+            parser.error(f"--device gpu cannot run: {reason}")
+        command.run(parsed.results)
+    elif parsed.suite == "plot":
         from benchmarks import plots  # only here: it needs Matplotlib
 
         results = [r for r in _read(parsed.results) if r["suite"] == "curves"]
@@ -79,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = Options()
+    parser.add_argument(
+        "--device", choices=["gpu"], help="measure attention alone on a GPU, instead of a suite"
+    )
     parser.add_argument("--suite", choices=[*SUITES, "plot", "docs"], default="bars")
     parser.add_argument("--lengths", type=_lengths, help="instead of the suite's own: 256,1024")
     parser.add_argument(

@@ -16,7 +16,7 @@ from benchmarks import CORES
 
 ROOT = Path(__file__).parents[1]
 _DISTRIBUTIONS = {
-    "torch": ["torch"],
+    "torch": ["torch", "triton"],
     "jax": ["jax", "jaxlib"],
     "tensorflow": ["tensorflow", "tensorflow-cpu"],
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moh import UnsupportedError
+from keras_moh import UnsupportedError, implementations
 from tests.helpers import output_and_gradients, to_numpy
 from tests.paths import (
     HEADS,
@@ -185,6 +185,23 @@ def captures() -> dict[str, Callable[..., Any]]:
 
 
 CAPTURES = ("compile", "export", "vmap", "grad", "trace")
+
+
+def test_compiled_for_changing_offsets() -> None:
+    """A number that varies is a symbol in the graph, from the second one on."""
+    implementations.load_implementations()  # which a graph cannot
+    tensors, heads, _ = inputs_of_length(2, length=7)
+    torch._dynamo.reset()
+
+    def attend(offset: int) -> Any:
+        options = {"is_causal": True, "causal_offset": offset}
+        return attention("reference", heads, **options)(*tensors)
+
+    compiled = captures()["compile"](attend)
+    for offset in (0, 3, 5, -2):
+        np.testing.assert_allclose(
+            to_numpy(compiled(offset)), to_numpy(attend(offset)), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

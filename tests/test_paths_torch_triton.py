@@ -29,8 +29,8 @@ import torch
 import triton
 from torch._subclasses import FakeTensorMode
 
-from keras_moh.implementations import torch_triton
-from keras_moh.implementations.triton_blocks import Blocks, splits
+from keras_moh.implementations import torch_triton, triton_tuning
+from keras_moh.implementations.triton_blocks import Blocks, neighbours, splits
 
 NAME = "torch_triton"
 PATH = Path(NAME, "eager")
@@ -151,9 +151,10 @@ DECODING = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("queries", [1, 2])
-@pytest.mark.parametrize("groups", [8, 2, 1])
+@pytest.mark.parametrize(
+    ("queries", "groups", "dtype"),
+    [(1, 8, "float32"), (2, 2, "float32"), (1, 2, "bfloat16"), (2, 1, "float32")],
+)
 @pytest.mark.parametrize("options", DECODING.values(), ids=DECODING)
 def test_keys_are_split(
     options: dict[str, Any],
@@ -170,6 +171,16 @@ def test_keys_are_split(
     assert all(len(grid) == 1 for _, grid in backward)
 
 
+@pytest.mark.parametrize("parts", [3, 7])
+def test_many_parts(parts: int, launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are combined at once; of 7 some are empty."""
+    monkeypatch.setattr(torch_triton, "splits", lambda *_: parts)
+    monkeypatch.setattr(torch_triton, "COMBINE", Blocks(1, 2, 4, 1))
+    shape = {"queries": 1, "keys": 59, "heads": 4, "taken": 2, "groups": 2}
+    check(PATH, shape, {}, "float32")
+    assert launched[0][1][1] == parts
+
+
 def test_a_mask_of_pairs_is_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
     shape = {"queries": 3, "keys": 59, "heads": 8, "taken": 3, "groups": 2}
     check(PATH, shape, {"mask": some_mask(2, 1, 3, 59)}, "float32")
@@ -177,15 +188,15 @@ def test_a_mask_of_pairs_is_split(launched: list[tuple[str, tuple[int, ...]]]) -
 
 
 def test_split_where_rows_are_few_and_keys_are_many() -> None:
-    assert splits(tiles=64, key_length=32768) == 8  # 8 sequences of 8 key/value heads
+    assert splits(tiles=64, key_length=32768) == 32  # 8 sequences of 8 key/value heads
     assert splits(tiles=64, key_length=1024) == 4  # for each enough keys
-    assert splits(tiles=1, key_length=10**6) == 512
-    for tiles in (0, 1, 7, 400, 512, 10**6):
+    assert splits(tiles=1, key_length=10**6) == 128
+    for tiles in (0, 1, 7, 400, 2048, 10**6):
         for key_length in (0, 1, 255, 300, 5000, 10**6):
             number = splits(tiles, key_length)
             assert number & (number - 1) == 0 < number
             assert number == 1 or number * 256 <= key_length
-            assert number == 1 or number * tiles <= 512
+            assert number == 1 or number * tiles <= 2048
 
 
 def test_long_lists_are_not_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -234,6 +245,86 @@ def test_the_order_of_programs_does_not_matter(
     results.append(output_and_gradients(function, tensors, cotangent))
     for x, y in zip(*([output, *by] for output, by in results), strict=True):
         np.testing.assert_array_equal(to_numpy(x), to_numpy(y))
+
+
+# Sizes of tiles by measurement --------------------------------------------------------------------
+
+
+def milliseconds(sizes: Blocks) -> float:
+    """By hand: most keys first, then least warps."""
+    return 1000 / sizes.keys + sizes.warps
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[str, Blocks]]:
+    """The kernels that are launched to be timed, and those that are launched at last."""
+    launches: list[tuple[str, Blocks]] = []
+    launch = torch_triton._launch
+
+    def record(name: str, grid: Any, sizes: Blocks, arguments: dict[str, Any]) -> None:
+        launches.append((name, sizes))
+        launch(name, grid, sizes, arguments)
+
+    def do_bench(run: Callable[[], None], return_mode: str) -> float:
+        run()
+        _, sizes = launches[-1]
+        if sizes.rows == 64:
+            raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+        return milliseconds(sizes)
+
+    monkeypatch.setenv("KERAS_MOH_AUTOTUNE", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(torch_triton, "_launch", record)
+    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(32, 32, 8, 1))
+    monkeypatch.setattr(triton_tuning, "_fastest", {})
+    return launches
+
+
+def test_sizes_by_measurement(
+    timed: list[tuple[str, Blocks]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kernel the fastest is launched, with the same result, and measured only once."""
+    tensors, heads, cotangent = inputs_of_length(1, length=17)
+
+    def run(tokens: int = 17) -> list[tuple[str, Blocks]]:
+        timed.clear()
+        (query, *others, gates), of_queries = tensors, heads[:, -tokens:]
+        query, gates = query[:, -tokens:], gates[:, -tokens:]
+        of_name, of_reference = (attention(x, of_queries) for x in (NAME, "reference"))
+        compare(of_name, of_reference, (query, *others, gates), cotangent[:, -tokens:])
+        return list(timed)
+
+    kernels = ("forward_kernel", "backward_query_kernel", "backward_key_value_kernel")
+    last = [(name, Blocks(32, 64, 8, 1)) for name in kernels]
+    first = run()
+    assert len(first) == 3 * (len(neighbours(Blocks(32, 32, 8, 1))) + 1)
+    assert [x for x in first if x in last][1::2] == last
+    assert run() == last  # from memory
+    monkeypatch.setattr(triton_tuning, "_fastest", {})
+    assert run() == last  # from a file
+    assert len(run(tokens=2)) > 3  # another kind
+
+
+def test_sizes_by_the_table(
+    timed: list[tuple[str, Blocks]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is timed without being asked for."""
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_, **__: pytest.fail("it was timed"))
+    tensors, heads, _ = inputs_of_length(1, length=17)
+    for asked in ("", "0"):
+        monkeypatch.setenv("KERAS_MOH_AUTOTUNE", asked)
+        attention(NAME, heads)(*tensors)
+    assert timed == 2 * [("forward_kernel", Blocks(32, 32, 8, 1))]
+
+
+def test_neighbours_are_sizes() -> None:
+    for sizes in (Blocks(128, 64, 8, 3), Blocks(16, 128, 4, 1), Blocks(32, 32, 4, 2)):
+        found = neighbours(sizes)
+        assert found[0] == sizes
+        assert len(set(found)) == len(found) > 4
+        assert {x.warps for x in found} == {4, 8}
+        assert all(16 <= x.rows <= 128 and 16 <= x.keys <= 128 and x.stages for x in found)
 
 
 # Graphs -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ values, so that a call can be compiled, exported and captured in a CUDA graph.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.nn.functional import pad
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.torch_rows import once_differentiable
 from keras_moh.implementations.triton_blocks import (
+    COMBINE,
     DECODE_ROWS,
     Blocks,
     blocks,
+    neighbours,
     splits,
     tiles_of_rows,
 )
@@ -26,7 +29,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
     import triton
 
-    from keras_moh.implementations import triton_kernels
+    from keras_moh.implementations import triton_kernels, triton_tuning
 
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
 READS_ONLY_SEEN_KEYS = True
@@ -154,31 +157,36 @@ def _attend(
     if longest_list <= DECODE_ROWS:
         _attend_to_parts(arguments, outputs)
     else:
-        sizes = _blocks("forward", query, value)
-        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
-        arguments |= {"tiles": tiles, "splits": 1}
-        _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | outputs)
+
+        def launch(sizes: Blocks) -> None:
+            tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+            more = outputs | {"tiles": tiles, "splits": 1}
+            _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | more)
+
+        _run("forward", arguments, launch)
     return tuple(outputs.values())
 
 
 def _attend_to_parts(arguments: dict[str, Any], outputs: dict[str, torch.Tensor]) -> None:
     """Few rows, whose keys are split among programs."""
     query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "heads"))
-    sizes = _blocks("decode", query, value)
-    tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
-    parts = splits(len(query) * tiles, key.shape[1])
-    arguments |= {"tiles": tiles, "splits": parts}
-    if parts == 1:
-        return _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | outputs)
-    shape = (*heads.shape, parts)
-    attended = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
-    log_sums = query.new_empty(shape, dtype=torch.float32)
-    of_parts = {"output": None, "attended": attended, "log_sums": log_sums}
-    _launch("forward_kernel", (len(query) * tiles, parts), sizes, arguments | of_parts)
-    of_parts = {"part_attended": attended, "part_log_sums": log_sums, "slots": heads.numel()}
-    sizes = _blocks("combine", query, value)
-    grid = (-(-heads.numel() // sizes.rows),)
-    return _launch("combine_kernel", grid, sizes, arguments | of_parts | outputs)
+
+    def launch(sizes: Blocks) -> None:
+        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        parts = splits(len(query) * tiles, key.shape[1])
+        grid = len(query) * tiles, parts
+        more = {"tiles": tiles, "splits": parts}
+        if parts == 1:
+            return _launch("forward_kernel", grid, sizes, arguments | more | outputs)
+        shape = (*heads.shape, parts)
+        attended = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
+        log_sums = query.new_empty(shape, dtype=torch.float32)
+        of_parts = more | {"output": None, "attended": attended, "log_sums": log_sums}
+        _launch("forward_kernel", grid, sizes, arguments | of_parts)
+        more |= {"part_attended": attended, "part_log_sums": log_sums}
+        return _launch("combine_kernel", (heads.numel(),), COMBINE, arguments | more | outputs)
+
+    _run("decode", arguments, launch)
 
 
 @_attend.register_fake
@@ -218,18 +226,20 @@ def _attend_backward(
     by_output = by_output.contiguous()
     arguments |= {"log_sums": log_sums, "by_output": by_output, "by_gates": by_gates}
 
-    sizes = _blocks("backward_query", query, value)
-    tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
-    more = {"attended": attended, "by_query": by_query, "tiles": tiles}
-    _launch("backward_query_kernel", (len(query) * tiles,), sizes, arguments | more)
+    def launch_rows(sizes: Blocks) -> None:
+        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        more = {"attended": attended, "by_query": by_query, "tiles": tiles}
+        _launch("backward_query_kernel", (len(query) * tiles,), sizes, arguments | more)
 
-    # Afterwards, because it reads the gradients by the gates.
-    sizes = _blocks("backward_key_value", query, value)
-    tiles = -(-key.shape[1] // sizes.keys)
-    spans = _spans(rows, heads.shape, key.shape[2], tiles, sizes.keys, arguments)
-    more = {"spans": spans, "by_key": by_key, "by_value": by_value, "tiles": tiles}
-    grid = (len(key) * key.shape[2] * tiles,)
-    _launch("backward_key_value_kernel", grid, sizes, arguments | more)
+    def launch_keys(sizes: Blocks) -> None:
+        tiles = -(-key.shape[1] // sizes.keys)
+        spans = _spans(rows, heads.shape, key.shape[2], tiles, sizes.keys, arguments)
+        more = {"spans": spans, "by_key": by_key, "by_value": by_value, "tiles": tiles}
+        grid = (len(key) * key.shape[2] * tiles,)
+        _launch("backward_key_value_kernel", grid, sizes, arguments | more)
+
+    _run("backward_query", arguments, launch_rows)
+    _run("backward_key_value", arguments, launch_keys)  # which reads the gradients by the gates
     return by_query, by_key, by_value, by_gates
 
 
@@ -330,9 +340,17 @@ def _spans(
     return torch.stack([_first_rows(rows, x, shape, groups) for x in (first, end)], -1)
 
 
-def _blocks(kernel: str, query: torch.Tensor, value: torch.Tensor) -> Blocks:
-    width = max(query.shape[3], value.shape[3])
-    return blocks(kernel, _target(query.device), width, query.dtype.itemsize)
+def _run(kernel: str, arguments: dict[str, Any], launch: Callable[[Blocks], None]) -> None:
+    """Launch a kernel with its sizes: those of the table, or the fastest on this device."""
+    query, key = arguments["query"], arguments["key"]
+    target, width = _target(query.device), max(arguments["D"], arguments["DV"])
+    sizes = blocks(kernel, target, width, query.dtype.itemsize)
+    if triton_tuning.is_asked_for():
+        names = ("H", "G", "K", "D", "DV", "IS_CAUSAL", "WINDOW", "MASK")
+        lengths = (x.bit_length() for x in (len(query), query.shape[1], key.shape[1]))
+        kind = (kernel, target, query.dtype, *lengths, *(arguments[name] for name in names))
+        sizes = triton_tuning.fastest(kind, neighbours(sizes), launch)
+    launch(sizes)
 
 
 def _target(device: torch.device) -> str:

@@ -1,7 +1,8 @@
 """How the Triton kernels cut their work into tiles, by architecture and width of a head.
 
 The sizes are seeds: of those tried, ones with large tiles that compile without spilling registers
-in half precision, to which `tests/test_triton_builds.py` holds the compiler. Nothing was timed.
+in half precision, to which `tests/test_triton_builds.py` holds the compiler. Nothing was timed;
+`triton_tuning.py` can do so on a device.
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ _HALF = {
         "sm_90": (Blocks(16, 128, 4, 3), Blocks(16, 64, 4, 3), Blocks(16, 32, 4, 3)),
         "gfx942": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
     },
-    "combine": {
-        "sm_80": (Blocks(16, 0, 4, 1),) * 3,
-        "sm_90": (Blocks(16, 0, 4, 1),) * 3,
-        "gfx942": (Blocks(16, 0, 4, 1),) * 3,
-    },
     "backward_query": {
         "sm_80": (Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
         "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(32, 32, 4, 1)),
@@ -56,11 +52,15 @@ _HALF = {
         "gfx942": (Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     },
 }
+# To combine parts takes hardly any time: one row, and this many parts at once.
+COMBINE = Blocks(1, 32, 4, 1)
 # The most rows of a list for which `decode` serves: those of its tiles.
 DECODE_ROWS = 16
-# Keys are split until there are this many programs, some for each multiprocessor of a large GPU,
-# but none has fewer keys than this. It does not depend on the device, so that the sums do not.
-_PROGRAMS = 512
+# Keys are split among so many programs that those of a large GPU are busy for several rounds, but
+# into no more parts, and none with fewer keys, than this. It does not depend on the device, so that
+# the order of sums does not.
+_PROGRAMS = 2048
+_MOST_PARTS = 128
 _LEAST_KEYS = 256
 # In float32, which has no matrix units at full precision, products are made of registers.
 _FLOAT32 = (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))
@@ -70,7 +70,7 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     """The sizes of a kernel.
 
     Args:
-        kernel: `"forward"`, `"decode"` (`forward`, for lists of few rows), `"combine"`,
+        kernel: `"forward"`, `"decode"` (`forward`, for lists of few rows),
             `"backward_query"` or `"backward_key_value"`.
         target: `"sm_90"` and the like, the name of an AMD architecture, or `"interpreter"`.
         width: The larger of `d` and `dv`, at most 256.
@@ -94,7 +94,19 @@ def tiles_of_rows(shape: tuple[int, ...], groups: int, block: int) -> int:
     return min((rows + groups * (block - 1)) // block, rows)
 
 
+def neighbours(sizes: Blocks) -> list[Blocks]:
+    """These sizes first, then others with which a kernel may be faster: one number is changed."""
+    rows, keys, warps, stages = sizes
+    return [
+        sizes,
+        *(sizes._replace(rows=x) for x in (rows // 2, 2 * rows) if 16 <= x <= 128),
+        *(sizes._replace(keys=x) for x in (keys // 2, 2 * keys) if 16 <= x <= 128),
+        sizes._replace(warps=12 - warps),  # 4 or 8
+        *(sizes._replace(stages=x) for x in (stages - 1, stages + 1) if x >= 1),
+    ]
+
+
 def splits(tiles: int, key_length: int) -> int:
     """Among how many programs the keys of each of so many tiles of rows are split."""
-    wanted = min(_PROGRAMS // max(tiles, 1), key_length // _LEAST_KEYS)
+    wanted = min(_PROGRAMS // max(tiles, 1), _MOST_PARTS, key_length // _LEAST_KEYS)
     return 1 << max(wanted, 1).bit_length() - 1  # a power of 2

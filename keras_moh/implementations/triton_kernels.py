@@ -52,7 +52,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Numbers of no address, for whose multiples of 16 no kernel need be compiled of its own.
-COUNTS = ("tiles", "splits", "slots")
+COUNTS = ("tiles", "splits")
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -164,43 +164,42 @@ def combine_kernel(
     output,
     attended,
     log_sums,
-    slots,
     splits,
     H: tl.constexpr,
     K: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """`output`, `attended` and `log_sums` out of those of parts. Grid: `(slots / BLOCK_M,)`.
+    """`output`, `attended` and `log_sums` of a slot, out of those of its parts. Grid: `(B T K,)`.
 
-    `slots` is `B T K`. The parts are added in their order.
+    The parts are added `BLOCK_N` at once.
     """
-    slot = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = slot < slots
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for part in range(splits):
-        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
-        maximum = tl.maximum(maximum, log_sum)
-    has_key = maximum > float("-inf")
-    shift = tl.where(has_key, maximum, 0.0)
-    accumulated = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for part in range(splits):
-        log_sum = tl.load(part_log_sums + slot * splits + part, exists, float("-inf"))
+    slot = tl.program_id(0).to(tl.int64)
+    maximum = float("-inf")
+    for first in range(0, splits, BLOCK_N):
+        part = first + tl.arange(0, BLOCK_N)
+        log_sum = tl.load(part_log_sums + slot * splits + part, part < splits, float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(log_sum, 0))
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    accumulated = tl.zeros((BLOCK_DV,), tl.float32)
+    total = 0.0
+    for first in range(0, splits, BLOCK_N):
+        part = first + tl.arange(0, BLOCK_N)
+        log_sum = tl.load(part_log_sums + slot * splits + part, part < splits, float("-inf"))
         weight = tl.exp2(log_sum - shift)
-        a = _load(part_attended, slot * splits + part, DV, exists, DV, BLOCK_DV)
-        accumulated += weight[:, None] * a
-        total += weight
+        a = _load(part_attended, slot * splits + part, DV, part < splits, DV, BLOCK_DV)
+        accumulated += tl.sum(weight[:, None] * a, 0)
+        total += tl.sum(weight, 0)
 
-    total = tl.where(has_key, total, 1.0)
-    accumulated = accumulated / total[:, None]
-    head = tl.load(heads + slot, exists, 0)
-    gate = tl.load(gates + slot, exists, 0.0).to(tl.float32)
-    place = slot // K * H + head
-    _store(output, place, DV, exists, accumulated * gate[:, None], DV, BLOCK_DV)
-    _store(attended, slot, DV, exists, accumulated, DV, BLOCK_DV)
-    tl.store(log_sums + slot, shift + tl.log2(total), exists)
+    total = tl.where(total > 0, total, 1.0)
+    accumulated = accumulated / total
+    place = slot // K * H + tl.load(heads + slot)
+    gate = tl.load(gates + slot).to(tl.float32)
+    feature = tl.arange(0, BLOCK_DV)
+    tl.store(output + place * DV + feature, accumulated * gate, feature < DV)
+    tl.store(attended + slot * DV + feature, accumulated, feature < DV)
+    tl.store(log_sums + slot, shift + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=COUNTS)
