@@ -149,17 +149,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def belongs_here(item: pytest.Item) -> bool:
     """Whether the test is one of those that this process is for."""
     if keras.backend.backend() == "jax":
-        import jax
-
-        if "jax_triton" in item.nodeid:  # Without a GPU it has tests of its own only, interpreted.
-            interprets = os.environ.get("TRITON_INTERPRET") == "1"
-            return interprets and "test_paths_jax_triton.py" in item.nodeid
-        simulates_tpu = "jax_pallas_tpu" in item.nodeid
-        if SIMULATES_TPU or (simulates_tpu and not re.search(TELLING_ON_TPU, item.nodeid)):
-            return SIMULATES_TPU and (simulates_tpu or "pallas_builds" in item.nodeid)
-        needs_float64 = item.get_closest_marker("float64") is not None
-        return needs_float64 == jax.config.jax_enable_x64
+        return belongs_here_on_jax(item)
     if keras.backend.backend() == "torch":
         needs_interpreter = "torch_triton" in item.nodeid
         return needs_interpreter == (os.environ.get("TRITON_INTERPRET") == "1")
     return True
+
+
+def belongs_here_on_jax(item: pytest.Item) -> bool:
+    import jax
+
+    if "jax_triton" in item.nodeid:  # Without a GPU it has tests of its own only, interpreted.
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return interprets and "test_paths_jax_triton.py" in item.nodeid
+    needs_float64 = item.get_closest_marker("float64") is not None
+    if needs_float64 != jax.config.jax_enable_x64:
+        return False
+    of_tpu = "jax_pallas_tpu" in item.nodeid
+    if SIMULATES_TPU:
+        return of_tpu or "pallas_builds" in item.nodeid
+    return not of_tpu or re.search(TELLING_ON_TPU, item.nodeid) is not None
