@@ -44,7 +44,12 @@ def test_has_no_array_of_all_scores(case: Case) -> None:
     assert largest_array(exported.mlir_module()) < LENGTH**2
 
 
-@pytest.mark.skipif(not is_installed("libtpu"), reason="without libtpu: see `nox -s tpu`")
+needs_libtpu = pytest.mark.skipif(
+    not is_installed("libtpu"), reason="without libtpu: see `nox -s tpu`"
+)
+
+
+@needs_libtpu
 @pytest.mark.parametrize("device", ["v5e", "v6e"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_compiled(case: Case, device: str) -> None:
@@ -54,3 +59,10 @@ def test_compiled(case: Case, device: str) -> None:
     arguments = stand_ins(case, jax.sharding.SingleDeviceSharding(chip))
     compiled = program(jax_pallas_tpu, case, with_gradients=True).lower(*arguments).compile()
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == KERNELS[True]
+
+
+@needs_libtpu
+def test_compiled_where_there_is_float64() -> None:
+    """With it JAX counts in 64 bits, and a TPU in 32."""
+    with jax.enable_x64(True):
+        test_compiled(CASES["mask"], "v5e")

@@ -466,7 +466,8 @@ def _call(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
     )
-    return call(tiles.groups, tiles.starts, tiles.stops, tensors)
+    with jax.enable_x64(False):  # A TPU's indices have 32 bits.
+        return call(tiles.groups, tiles.starts, tiles.stops, tensors)
 
 
 # The kernels --------------------------------------------------------------------------------------
