@@ -1,7 +1,7 @@
 """`jax_pallas_tpu`: its kernels on a simulated TPU, and when it is chosen.
 
-On every run there are few cases, because each takes seconds; the session `tpu` has those of all
-implementations, and compiles. What is wrong there but not here is in `test_pallas_builds.py`.
+There are few cases, because each takes seconds: those of `test_routed_attention.py` and others run
+in the session `tpu`. That real ones take the kernels is what `test_pallas_builds.py` tests.
 """
 
 import dataclasses
