@@ -42,6 +42,7 @@ FOR_TESTS = {
 SECOND_PROCESS = {"jax": {"JAX_ENABLE_X64": "1"}}
 if sys.platform == "linux":
     SECOND_PROCESS["torch"] = {"TRITON_INTERPRET": "1"}
+    SECOND_PROCESS["jax"]["TRITON_INTERPRET"] = "1"
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -102,8 +103,11 @@ def pretrained(session: nox.Session, model: str) -> None:
 @each_backend
 def tests(session: nox.Session, backend: str) -> None:
     """Test one backend, in an environment with no other; arguments after `--` go to pytest."""
-    extras = "test,triton" if backend == "torch" else "test"
+    extras = {"torch": "test,triton", "jax": "test,jax-triton"}.get(backend, "test")
     install(session, "--editable", f".[{extras}]", FRAMEWORKS[backend])
+    if backend == "jax" and sys.platform == "linux":
+        # With it jax-triton compiles; what it depends on is for programs that run.
+        install(session, "--no-deps", "jax-cuda12-plugin")
     environment = {
         **keras_environment(session, backend),
         **FOR_TESTS,
@@ -127,6 +131,25 @@ def tests(session: nox.Session, backend: str) -> None:
     if in_two:
         environment |= SECOND_PROCESS[backend]
         session.run(*pytest, env=environment, success_codes=success_codes)
+
+
+@nox.session
+def tpu(session: nox.Session) -> None:
+    """Test `jax_pallas_tpu` on a simulated TPU, by all there is, and compile it for real ones.
+
+    It needs no TPU, and half an hour. Arguments after `--` go to pytest.
+    """
+    install(session, "--editable", ".[test]", FRAMEWORKS["jax"], "libtpu")
+    environment = {
+        **keras_environment(session, "jax"),
+        **FOR_TESTS,
+        "KERAS_MOH_EXPECTED_BACKEND": "jax",
+        "KERAS_MOH_SIMULATE_TPU": "1",
+        "JAX_ENABLE_X64": "0",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the network which TPU it is on
+    }
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]), env=environment)
 
 
 @nox.session

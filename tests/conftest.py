@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,19 @@ from tests.known_bugs import KNOWN_BUGS
 FRAMEWORKS = {"torch", "jax", "tensorflow"}
 PACKAGE = Path(__file__).parents[1] / "keras_moh"
 INTEGRATIONS = Path(__file__).parent / "integrations"
+
+# A TPU is simulated at seconds a call: every run has few tests of that, the session `tpu` has all.
+SIMULATES_TPU = os.environ.get("KERAS_MOH_SIMULATE_TPU") == "1"
+TELLING_ON_TPU = "|".join(
+    [
+        r"test_paths_jax_pallas_tpu\.py",
+        r"test_options\[.*(mask \(B, 1, T, 1\)|before all keys|no key in the first entry)",
+        r"test_shapes\[.*(no query|no key|all heads)",
+        r"test_options_in_float64\[.*nothing",
+        r"test_named_one_in_a_model\[.*jit",
+        r"test_every_implementation_serves",
+    ]
+)
 
 # No deadline: a first call compiles. On a build server the same examples every time, so that no
 # change is blamed for what an older one did; elsewhere new ones, which find more.
@@ -54,6 +67,37 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of the first that serves, so that small tests see what large models get."""
     monkeypatch.setattr(costs, "is_worth_it", lambda name, spec: True)
     monkeypatch.setattr(costs, "skips_projections", lambda spec: True)
+
+
+@pytest.fixture(autouse=True)
+def simulated_tpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Any]]:
+    """A TPU of two cores, simulated, for tests with `jax_pallas_tpu` in their name.
+
+    Its memory is full of NaN at first. What the cores read and write is recorded, by kernel.
+    """
+    records: list[Any] = []
+    if "jax_pallas_tpu" not in request.node.nodeid or keras.backend.backend() != "jax":
+        yield records
+        return
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+    from jax.experimental.pallas import tpu
+
+    from keras_moh.implementations import jax_pallas_tpu
+
+    record = simulator.RaceDetectionState
+    monkeypatch.setattr(
+        *(simulator, "RaceDetectionState"), lambda **x: records.append(record(**x)) or records[-1]
+    )
+    monkeypatch.setattr(jax_pallas_tpu, "_DEVICES", ("tpu", "cpu"))
+    with tpu.force_tpu_interpret_mode(
+        tpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    ):
+        yield records
+    tpu.reset_tpu_interpret_mode_state()
+    races = [record.races_found for record in records]
+    assert not any(races)
 
 
 def is_installed(module: str) -> bool:
@@ -105,11 +149,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def belongs_here(item: pytest.Item) -> bool:
     """Whether the test is one of those that this process is for."""
     if keras.backend.backend() == "jax":
-        import jax
-
-        needs_float64 = item.get_closest_marker("float64") is not None
-        return needs_float64 == jax.config.jax_enable_x64
+        return belongs_here_on_jax(item)
     if keras.backend.backend() == "torch":
         needs_interpreter = "torch_triton" in item.nodeid
         return needs_interpreter == (os.environ.get("TRITON_INTERPRET") == "1")
     return True
+
+
+def belongs_here_on_jax(item: pytest.Item) -> bool:
+    import jax
+
+    if "jax_triton" in item.nodeid:  # Without a GPU it has tests of its own only, interpreted.
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return interprets and "test_paths_jax_triton.py" in item.nodeid
+    needs_float64 = item.get_closest_marker("float64") is not None
+    if needs_float64 != jax.config.jax_enable_x64:
+        return False
+    of_tpu = "jax_pallas_tpu" in item.nodeid
+    if SIMULATES_TPU:
+        return of_tpu or "pallas_builds" in item.nodeid
+    return not of_tpu or re.search(TELLING_ON_TPU, item.nodeid) is not None

@@ -19,6 +19,9 @@ NAMES = [
     if backend in (None, keras.backend.backend())
 ]
 
+# Those for GPUs and TPUs.
+OF_KERNELS = ("torch_triton", "jax_triton", "jax_pallas_tpu")
+
 
 def model_of(layer: keras.Layer, *unknown: None) -> keras.Model:
     inputs = keras.Input((*(unknown or (None,)), D))

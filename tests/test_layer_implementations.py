@@ -18,6 +18,7 @@ import keras_moh
 from keras_moh import UnsupportedError, implementations
 from keras_moh.implementations import costs
 from tests.helpers import Gradients, gradients, to_numpy, weights_by_name
+from tests.paths import OF_KERNELS
 from tests.samples import B, D, S, T, floats, moh_attention, padding
 
 BACKEND = keras.backend.backend()
@@ -85,7 +86,7 @@ class Case:
     scope: str | None = None  # of rematerialization
 
     def is_served(self, implementation: str, policy: str) -> bool:
-        if implementation == "torch_triton":
+        if implementation in OF_KERNELS:
             return policy != "float64"
         if implementation != "compact":
             return True

@@ -17,6 +17,7 @@ import keras_moh
 from keras_moh import Routing, UnsupportedError, implementations, routed_attention
 from tests import oracle
 from tests.helpers import compiled, output_and_gradients, to_numpy
+from tests.paths import OF_KERNELS
 from tests.samples import floats, padding
 
 B, T, S, H, K, d, dv = 2, 3, 5, 6, 4, 7, 11
@@ -276,7 +277,7 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     mask_shape = np.shape(options.get("mask", np.True_))
     if len(mask_shape) == 4 and mask_shape[1] > 1:
         return "mask has no head axis"
-    if path.implementation == "torch_triton" and dtype == "float64":
+    if path.implementation in OF_KERNELS and dtype == "float64":
         return "not in float64"
     if path.implementation == "compact":
         if dtype == "float64":

@@ -31,6 +31,8 @@ from keras_moh.implementations.spec import AttentionSpec
 IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
     "torch_triton": ("torch", "keras_moh.implementations.torch_triton"),
     "torch_sdpa": ("torch", "keras_moh.implementations.torch_sdpa"),
+    "jax_triton": ("jax", "keras_moh.implementations.jax_triton"),
+    "jax_pallas_tpu": ("jax", "keras_moh.implementations.jax_pallas_tpu"),
     "jax_xla": ("jax", "keras_moh.implementations.jax_xla"),
     "tensorflow_xla": ("tensorflow", "keras_moh.implementations.tensorflow_xla"),
     "compact": (None, "keras_moh.implementations.compact"),

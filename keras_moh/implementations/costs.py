@@ -26,9 +26,9 @@ of heads not taken, so nothing where query heads share them: then some head of e
 PyTorch saves more where causality or a mask hides some of a cache: its implementation does not read
 them, while for the others all slots that no query sees are first replaced by zeros.
 
-Nothing was measured on other devices. There Triton's kernels serve where they can and a head is to
-be skipped, since they read and compute no more than the heads taken; else the framework's fused
-attention, if it can.
+Nothing was measured on other devices. There the kernels made for them, Triton's and Pallas's, serve
+where they can and a head is to be skipped, since they read and compute no more than the heads
+taken; else the framework's fused attention, if it can.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ import math
 from keras_moh.implementations import compact
 from keras_moh.implementations.spec import AttentionSpec
 
+# What is made of kernels for GPUs or TPUs.
+_KERNELS = ("torch_triton", "jax_triton", "jax_pallas_tpu")
 # Products saved in a list from which on skipping pays, in the table between loss and gain.
 _WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 # The same with one query, where they stand for numbers read: `python -m benchmarks --suite decode`.
@@ -62,7 +64,7 @@ _SKIPPED_SHARE = 0.8
 
 def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     """Whether the implementation is expected to be faster than those after it in the table."""
-    if name == "torch_triton":
+    if name in _KERNELS:
         return spec.device != "cpu" and spec.num_active_heads < spec.num_heads
     if name not in _WORTH_IT:
         return True

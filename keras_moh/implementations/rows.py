@@ -3,7 +3,8 @@
 The tokens that took head `h` in batch entry `b` are one list, by position. The lists follow one
 another by batch entry and head, without gaps: `B T K` rows in all, however unevenly the heads are
 taken. Where every token takes equally many query heads of each key/value head, the slots that a
-token fills serve as heads: a list for each of them, of all tokens, with nothing to sort.
+token fills serve as heads: a list for each of them, of all tokens, with nothing to sort. Kernels
+that pack the heads of a key/value head have one list for each of those, by position and head.
 
 Both directions between tokens and rows are gathers: scattering is slow where XLA compiles for a
 CPU.
@@ -24,8 +25,8 @@ class Rows(NamedTuple):
     Attributes:
         places: `(R,)`, int32: of each row its index into `(B, T, H)`.
         positions: `(R,)`, int32: of each row the position `t` of its token.
-        starts: `(B H + 1,)`, by slots `(B K + 1,)`, int32: the first row of each list, and the end
-            of the last.
+        starts: `(B H + 1,)`, by slots `(B K + 1,)`, by key/value heads `(B G + 1,)`, int32: the
+            first row of each list, and the end of the last.
         taken: `(B, T, H)`, boolean: whether a head is taken.
         indices: `(B, T, H)`, int32: the row of each head that is taken, anything where it is not.
     """
@@ -37,24 +38,33 @@ class Rows(NamedTuple):
     indices: Any
 
 
-def rows_of(heads: Any, num_heads: int) -> Rows:
-    """The rows of `heads (B, T, K)`."""
+def rows_of(heads: Any, num_heads: int, num_lists: int | None = None) -> Rows:
+    """The rows of `heads (B, T, K)`, in `num_lists` of an entry: one for each head, or for several.
+
+    Those of a list are neighbours, `num_heads / num_lists` of them.
+    """
     batch, length, _ = ops.shape(heads)
+    num_lists = num_heads if num_lists is None else num_lists
+    shared = num_heads // num_lists
     entry = ops.reshape(ops.arange(batch, dtype="int32"), (-1, 1, 1))
     token = ops.reshape(ops.arange(length, dtype="int32"), (1, -1, 1))
-    keys = ops.sort(ops.reshape((entry * num_heads + heads) * length + token, (-1,)))
-    positions = keys % length
-    of_list = keys // length
-    places = (of_list // num_heads * length + positions) * num_heads + of_list % num_heads
+    of_list = entry * num_lists + heads // shared
+    keys = ops.sort(ops.reshape((of_list * length + token) * shared + heads % shared, (-1,)))
+    positions = keys // shared % length
+    of_list = keys // shared // length
+    head = of_list % num_lists * shared + keys % shared
+    places = (of_list // num_lists * length + positions) * num_heads + head
 
     taken = taken_heads(heads, num_heads)
-    lists = ops.reshape(ops.transpose(taken, (0, 2, 1)), (batch * num_heads, length))
+    lists = ops.reshape(taken, (batch, length, num_lists, shared))
+    lists = ops.reshape(ops.transpose(lists, (0, 2, 1, 3)), (batch * num_lists, length * shared))
     lists = ops.cast(lists, "int32")
     stops = ops.cumsum(ops.sum(lists, axis=-1))
     starts = ops.concatenate([ops.zeros((1,), dtype="int32"), ops.cast(stops, "int32")])
     indices = ops.expand_dims(starts[:-1], -1) + ops.cumsum(lists, axis=-1) - 1
-    indices = ops.reshape(ops.cast(indices, "int32"), (batch, num_heads, length))
-    return Rows(places, positions, starts, taken, ops.transpose(indices, (0, 2, 1)))
+    indices = ops.reshape(ops.cast(indices, "int32"), (batch, num_lists, length, shared))
+    indices = ops.reshape(ops.transpose(indices, (0, 2, 1, 3)), (batch, length, num_heads))
+    return Rows(places, positions, starts, taken, indices)
 
 
 def rows_by_slot(heads: Any, num_heads: int) -> Rows:
@@ -85,6 +95,12 @@ def span_of_keys(
         high = ops.minimum(high, last + 1)
     low = ops.minimum(ops.maximum(low, 0), key_length)
     return low, ops.minimum(ops.maximum(high, low), key_length)
+
+
+def end_of_keys(mask: Any) -> Any:
+    """The end of the keys that a mask `(..., S)` leaves: `(...,)`, int32."""
+    ends = ops.arange(1, ops.shape(mask)[-1] + 1, dtype="int32")
+    return ops.max(ops.where(mask, ends, ops.zeros_like(ends)), axis=-1)
 
 
 def take(dense: Any, rows: Rows) -> Any:

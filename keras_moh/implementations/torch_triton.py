@@ -22,6 +22,7 @@ from keras_moh.implementations.triton_blocks import (
     blocks,
     neighbours,
     splits,
+    tiles_of_rows,
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -158,7 +159,7 @@ def _attend(
     else:
 
         def launch(sizes: Blocks) -> None:
-            tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+            tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
             more = outputs | {"tiles": tiles, "splits": 1}
             _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | more)
 
@@ -171,7 +172,7 @@ def _attend_to_parts(arguments: dict[str, Any], outputs: dict[str, torch.Tensor]
     query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "heads"))
 
     def launch(sizes: Blocks) -> None:
-        tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
         parts = splits(len(query) * tiles, key.shape[1])
         grid = len(query) * tiles, parts
         more = {"tiles": tiles, "splits": parts}
@@ -226,7 +227,7 @@ def _attend_backward(
     arguments |= {"log_sums": log_sums, "by_output": by_output, "by_gates": by_gates}
 
     def launch_rows(sizes: Blocks) -> None:
-        tiles = _tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+        tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
         more = {"attended": attended, "by_query": by_query, "tiles": tiles}
         _launch("backward_query_kernel", (len(query) * tiles,), sizes, arguments | more)
 
@@ -337,12 +338,6 @@ def _spans(
         first = token if arguments["IS_CAUSAL"] else token - window + 1
         end = end if window is None else token + width - 1 + window
     return torch.stack([_first_rows(rows, x, shape, groups) for x in (first, end)], -1)
-
-
-def _tiles_of_rows(shape: torch.Size, groups: int, block: int) -> int:
-    """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
-    rows = shape[1] * shape[2]
-    return min((rows + groups * (block - 1)) // block, rows)
 
 
 def _run(kernel: str, arguments: dict[str, Any], launch: Callable[[Blocks], None]) -> None:

@@ -88,6 +88,12 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     return _HALF[kernel]["sm_90" if is_large else "sm_80"][column]
 
 
+def tiles_of_rows(shape: tuple[int, ...], groups: int, block: int) -> int:
+    """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
+    rows = shape[1] * shape[2]
+    return min((rows + groups * (block - 1)) // block, rows)
+
+
 def neighbours(sizes: Blocks) -> list[Blocks]:
     """These sizes first, then others with which a kernel may be faster: one number is changed."""
     rows, keys, warps, stages = sizes
