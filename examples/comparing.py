@@ -80,7 +80,9 @@ class Comparison:
         model = make()
         backup = self.folder / "backup" / f"{variant} {seed}".replace(" ", "_")
         batches.start(0)
-        model.fit(
+        # Keras's own `fit`: that of keras-hub's models takes arrays and datasets only.
+        keras.Model.fit(
+            model,
             batches,
             epochs=epochs,
             shuffle=False,  # the batches are: by Python's random numbers, which are not resumed
