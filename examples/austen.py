@@ -21,7 +21,6 @@ is finished stays there: run the example again, and it goes on where it was inte
 
 import argparse
 import math
-import os
 import struct
 import sys
 import zlib
@@ -29,9 +28,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Package, files_of, integer_from, markdown_table
+from common import (
+    Package,
+    add_time_again,
+    comparison_parser,
+    exit_without,
+    files_of,
+    integer_from,
+    markdown_table,
+    use_backend,
+)
 
-HERE = Path(__file__).parent
 NOVELS = Package(
     "r-cran-janeaustenr",
     "apt",
@@ -52,23 +59,23 @@ PROMPT, CONTINUATION = 64, 200  # characters
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a small language model on Jane Austen's novels with Mixture-of-Head and "
-        "with multi-head attention, and compare how well they tell the next character.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = comparison_parser(
+        "Train a small language model on Jane Austen's novels with Mixture-of-Head and with "
+        "multi-head attention, and compare how well they tell the next character.",
+        "torch",
+        "austen_output",
     )
-    add, backends = parser.add_argument, ["jax", "torch", "tensorflow"]
-    add("--backend", choices=backends, default="torch", help="Keras's framework")
-    add("--text", metavar="FILE", type=Path, help="to read instead of the novels, in UTF-8")
-    add("--data", metavar="FOLDER", type=Path, default=HERE / "data", help="of what is fetched")
-    add("--output", metavar="FOLDER", type=Path, default="austen_output", help="of results")
-    for name, minimum, default, text in [
-        ("steps", 1, 600, f"of training; if more than {EPOCH}, a multiple of it"),
-        ("seeds", 1, 3, "trainings of each model"),
-        ("layers", 1, 3, "of the model"),
+    add_time_again(parser)
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, help="to read instead of the novels, in UTF-8"
+    )
+    for name, default, text in [
+        ("steps", 600, f"of training; if more than {EPOCH}, a multiple of it"),
+        ("layers", 3, "of the model"),
     ]:
-        add(f"--{name}", metavar="N", type=integer_from(minimum), default=default, help=text)
-    add("--time-again", action="store_true", help="measure the times per step once more")
+        parser.add_argument(
+            f"--{name}", metavar="N", type=integer_from(1), default=default, help=text
+        )
     options = parser.parse_args()
     if options.steps > EPOCH and options.steps % EPOCH:
         parser.error(f"--steps {options.steps} is more than {EPOCH} and not a multiple of it")
@@ -76,11 +83,7 @@ def parse_options() -> argparse.Namespace:
 
 
 OPTIONS = parse_options()
-os.environ["KERAS_BACKEND"] = OPTIONS.backend  # Keras reads it when it is imported, which is next
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # PyTorch: no thread spins on a busy machine
-os.environ.setdefault(
-    "TF_CPP_MIN_LOG_LEVEL", "2"
-)  # TensorFlow, which keras-hub imports: errors only
+use_backend(OPTIONS.backend)
 try:
     import keras
     import keras_hub
@@ -89,10 +92,7 @@ try:
 
     import keras_moh
 except ModuleNotFoundError as error:
-    sys.exit(
-        f"This example needs {error.name}, which is not installed. Install everything it needs by\n"
-        f'    python -m pip install "keras-moh[examples,hub,{OPTIONS.backend}]"'
-    )
+    exit_without(error, f"examples,hub,{OPTIONS.backend}")
 
 
 # The text.

@@ -20,16 +20,21 @@ from matplotlib.figure import Figure
 import keras_moh
 
 
-def without_routing(model: keras.Model) -> keras.Model:
-    """The same model with multi-head attention: all heads with weight 1, and no router."""
+def with_router(
+    model: keras.Model, make: Callable[[keras_moh.MoHAttention], keras_moh.Router | None]
+) -> keras.Model:
+    """The same model with the routers that `make` gives its attention layers.
 
-    def plain(layer: keras.Layer) -> keras.Layer:
+    Without any, `None`, that is multi-head attention: all heads with weight 1.
+    """
+
+    def changed(layer: keras.Layer) -> keras.Layer:
         config = layer.get_config()
         if isinstance(layer, keras_moh.MoHAttention):
-            config |= {"router": None, "num_shared_heads": None, "top_k": None}
+            config |= {"router": make(layer), "num_shared_heads": None, "top_k": None}
         return type(layer).from_config(config)
 
-    return keras.models.clone_model(model, clone_function=plain)
+    return keras.models.clone_model(model, clone_function=changed)
 
 
 class Batches(keras.utils.PyDataset):
@@ -128,34 +133,40 @@ class Comparison:
         return [runs[seed][measure] for seed in sorted(runs, key=int)]
 
     def rows(self, measure: str, digits: int) -> list[list[str]]:
-        """Of each variant its name, parameters, the measure over seeds, and a step's time."""
-        seconds = self.results["seconds_per_step"]
+        """Of each variant its name, parameters, the measure over seeds, and the time if known."""
+        seconds = self.results.get("seconds_per_step", {})
         return [
             [
                 variant,
                 f"{self.of_seeds(variant, 'parameters')[0]:,}",
                 mean_and_range(self.of_seeds(variant, measure), digits),
-                f"{1000 * seconds[variant]:.0f} ms",
+                *([f"{1000 * seconds[variant]:.0f} ms"] if seconds else []),
             ]
             for variant in self.results["runs"]
         ]
 
     def draw(self, measure: str, label: str) -> Figure:
-        """A point for every seed, a line at their mean, and the times beside them."""
+        """A point for every seed, a line at their mean, and beside them the times if known."""
         variants = list(self.results["runs"])
+        seconds = self.results.get("seconds_per_step")
         figure = Figure(figsize=(8, 3), layout="constrained")
-        values, times = figure.subplots(1, 2)
+        values, *times = figure.subplots(1, 2 if seconds else 1, squeeze=False)[0]
         for place, variant in enumerate(variants):
             of_seeds = self.of_seeds(variant, measure)
             values.plot([place] * len(of_seeds), of_seeds, "o", color=f"C{place}", alpha=0.6)
             mean = statistics.mean(of_seeds)
             values.hlines(mean, place - 0.25, place + 0.25, color=f"C{place}")
         values.set(ylabel=label, xlim=(-0.5, len(variants) - 0.5))
-        milliseconds = [1000 * self.results["seconds_per_step"][x] for x in variants]
-        colours = [f"C{place}" for place in range(len(variants))]
-        times.bar(range(len(variants)), milliseconds, 0.6, color=colours)
-        times.set(ylabel="ms per step of training")
-        for axis in values, times:
+        for axis in times:
+            milliseconds = [1000 * seconds[variant] for variant in variants]
+            axis.bar(
+                range(len(variants)),
+                milliseconds,
+                0.6,
+                color=[f"C{i}" for i in range(len(variants))],
+            )
+            axis.set(ylabel="ms per step of training")
+        for axis in values, *times:
             axis.set_xticks(range(len(variants)), variants)
             axis.spines[["top", "right"]].set_visible(False)
         return figure

@@ -125,6 +125,8 @@ def test_a_table_and_a_figure_of_seeds(comparing, tmp_path):
         "MHA": {"10": {"parameters": 1234, "x": 3.0}, "9": {"parameters": 1234, "x": 1.0}},
         "MoH": {"9": {"parameters": 1240, "x": 5.0}},
     }
+    assert comparison.rows("x", 0) == [["MHA", "1,234", "2 (1-3)"], ["MoH", "1,240", "5"]]
+    assert len(comparison.draw("x", "some measure").axes) == 1
     comparison.results["seconds_per_step"] = {"MHA": 0.0123, "MoH": 0.5}
     assert comparison.of_seeds("MHA", "x") == [1.0, 3.0]
     assert comparison.rows("x", 1) == [
@@ -142,7 +144,7 @@ def test_plain_attention_is_that_of_keras(comparing):
     keras.utils.set_random_seed(0)
     arguments = {"image_size": 4, "patch_size": 2, "num_classes": 2, "num_channels": 1}
     routed = MoHViT(**arguments, hidden_size=6, depth=2, num_heads=3, num_shared_heads=1, top_k=1)
-    model = comparing.without_routing(routed)
+    model = comparing.with_router(routed, lambda layer: None)
     layers = [layer for layer in model.layers if isinstance(layer, MoHAttention)]
     assert [layer.num_heads for layer in layers] == [3, 3]
     assert not any("router" in weight.path for weight in model.weights)

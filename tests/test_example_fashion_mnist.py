@@ -1,12 +1,10 @@
 """The example `examples/fashion_mnist.py`, run as a user runs it, on images made here."""
 
-import gzip
 import json
 import os
 from functools import partial
 
 import keras
-import numpy as np
 import pytest
 
 from tests import examples
@@ -19,18 +17,9 @@ BACKEND = keras.backend.backend()
 def data(tmp_path_factory):
     """What Debian's package would have, and the same as what Keras would have fetched."""
     folder = tmp_path_factory.mktemp("some data")
-    debian = folder / "dataset-fashion-mnist"
-    keras_home = folder / "datasets" / "fashion-mnist"
-    random = np.random.default_rng(0)
-    for name, count in ("train", 37), ("t10k", 11):
-        pixels = random.integers(256, size=(count, 28, 28), dtype="uint8").tobytes()
-        labels = random.integers(10, size=count, dtype="uint8").tobytes()
-        for place in debian, keras_home:
-            place.mkdir(parents=True, exist_ok=True)
-            images_file = place / f"{name}-images-idx3-ubyte.gz"
-            images_file.write_bytes(gzip.compress(bytes(16) + pixels))
-            labels_file = place / f"{name}-labels-idx1-ubyte.gz"
-            labels_file.write_bytes(gzip.compress(bytes(8) + labels))
+    examples.write_fashion_mnist(
+        folder / "dataset-fashion-mnist", folder / "datasets" / "fashion-mnist"
+    )
     return folder
 
 
