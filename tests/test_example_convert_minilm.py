@@ -2,9 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import keras
 import numpy as np
@@ -13,8 +11,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import keras_moh
+from tests import examples
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "convert_minilm.py"
+run_example = partial(examples.run_example, "convert_minilm")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 SYLLABLES = ["ba", "de", "fi", "go", "hu", "ky", "lo", "mi", "nu", "po", "ra", "su"]
 SYNSETS = 160
@@ -27,17 +26,6 @@ CONFIG = {
     "max_position_embeddings": 37,
     "layer_norm_eps": 1e-3,
 }
-
-
-def run_example(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, EXAMPLE, *map(str, arguments)],
-        env={**os.environ, "PYTHONUTF8": "1", **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
 
 
 def write_model(folder):

@@ -2,28 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 
 import keras_moh
+from tests import examples
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "vit_digits.py"
-
-
-def run_example(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, EXAMPLE, *map(str, arguments)],
-        env={**os.environ, "PYTHONUTF8": "1", **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+run_example = partial(examples.run_example, "vit_digits")
 
 
 def test_trains_saves_reloads_and_draws(tmp_path):

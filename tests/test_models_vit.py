@@ -114,6 +114,21 @@ def test_fit_and_save(tmp_path):
     )
 
 
+def test_a_model_of_its_layers_is_cloned_and_saved(tmp_path):
+    """Keras makes these anew layer by layer, and not as `MoHViT`: each must know its arguments."""
+    model = MoHViT(**ARGUMENTS, dtype="mixed_bfloat16")
+    clone = keras.models.clone_model(
+        model, clone_function=lambda x: type(x).from_config(x.get_config())
+    )
+    clone.set_weights(model.get_weights())
+    part = keras.Model(model.input, model.get_layer("norm").output)
+    part.save(tmp_path / "part.keras")
+    again = keras.saving.load_model(tmp_path / "part.keras")
+    for a, b in (model, clone), (part, again):
+        assert [x.dtype_policy.name for x in a.layers] == [x.dtype_policy.name for x in b.layers]
+        np.testing.assert_array_equal(*(to_numpy(x(IMAGES)) for x in (a, b)))
+
+
 def test_dropped_paths():
     """The rates rise from 0, and a dropped branch is dropped for a whole image."""
     model = MoHViT(

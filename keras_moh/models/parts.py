@@ -86,6 +86,10 @@ class ClassToken(keras.layers.Layer):
         token = ops.broadcast_to(token, (ops.shape(inputs)[0], 1, inputs.shape[-1]))
         return ops.concatenate([token, inputs], axis=1)
 
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments. Keras's default fails if `dtype` was given as a policy."""
+        return super().get_config()
+
 
 @keras.saving.register_keras_serializable(package="keras_moh")
 class PositionEmbedding(keras.layers.Layer):

@@ -6,17 +6,14 @@ the rotary embedding of keras-hub has them in, and not in that of the GGUF file.
 
 import gzip
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import gguf
 import keras
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "convert_smollm2.py"
+from tests import examples
+
 LAYERS, HEADS, GROUPS, HEAD_WIDTH, HIDDEN = 3, 6, 3, 4, 32
 WIDTH = HEADS * HEAD_WIDTH
 EPSILON, WAVELENGTH, LENGTH = 1e-3, 500.0, 128
@@ -29,14 +26,7 @@ TEXT = (
 
 
 def run_example(*arguments):
-    return subprocess.run(
-        [sys.executable, EXAMPLE, "--backend", keras.backend.backend(), *map(str, arguments)],
-        env={**os.environ, "PYTHONUTF8": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=500,
-    )
+    return examples.run_example("convert_smollm2", "--backend", keras.backend.backend(), *arguments)
 
 
 def make_weights():
