@@ -17,8 +17,9 @@ from keras_moh.implementations import costs
 from tests.known_bugs import KNOWN_BUGS
 
 FRAMEWORKS = {"torch", "jax", "tensorflow"}
-PACKAGE = Path(__file__).parents[1] / "keras_moh"
-INTEGRATIONS = Path(__file__).parent / "integrations"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "keras_moh"
+INTEGRATIONS = TESTS / "integrations"
 
 # A TPU is simulated at seconds a call: every run has few tests of that, the session `tpu` has all.
 SIMULATES_TPU = os.environ.get("KERAS_MOH_SIMULATE_TPU") == "1"
@@ -125,9 +126,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def modules_out_of_reach() -> list[Path]:
-    """The package's modules that import a framework which is not installed."""
+    """The package's modules, and what tests share, that import what is not installed."""
     absent = {name for name in {*FRAMEWORKS, "triton"} if not is_installed(name)}
-    return [path for path in PACKAGE.rglob("*.py") if absent & set(path.stem.split("_"))]
+    shared = [path for path in TESTS.glob("*.py") if not path.name.startswith("test_")]
+    return [path for path in [*PACKAGE.rglob("*.py"), *shared] if absent & {*path.stem.split("_")}]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
