@@ -149,7 +149,7 @@ class Comparison:
         """A point for every seed, a line at their mean, and beside them the times if known."""
         variants = list(self.results["runs"])
         seconds = self.results.get("seconds_per_step")
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(max(8, 1.1 * len(variants)), 3), layout="constrained")
         values, *times = figure.subplots(1, 2 if seconds else 1, squeeze=False)[0]
         for place, variant in enumerate(variants):
             of_seeds = self.of_seeds(variant, measure)
