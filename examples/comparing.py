@@ -62,10 +62,11 @@ class Comparison:
             if self.results["settings"] != settings:
                 sys.exit(
                     f"{self.file} is of other settings: {self.results['settings']}\n"
-                    f"These are: {dict(settings)}\nRemove it, or choose another --output"
+                    f"These are: {dict(settings)}\nRemove {folder}, or choose another --output"
                 )
         modules = ["keras_moh", "keras", "numpy", settings["backend"]]
         self.results["versions"] = {x: importlib.import_module(x).__version__ for x in modules}
+        self.save()  # the settings, before there is anything to go on with
 
     def train(
         self,
@@ -92,7 +93,9 @@ class Comparison:
             epochs=epochs,
             shuffle=False,  # the batches are: by Python's random numbers, which are not resumed
             callbacks=[
-                keras.callbacks.BackupAndRestore(str(backup), delete_checkpoint=False),
+                keras.callbacks.BackupAndRestore(
+                    str(backup), double_checkpoint=True, delete_checkpoint=False
+                ),
                 keras.callbacks.LambdaCallback(
                     on_epoch_begin=lambda epoch, _: batches.start(epoch)
                 ),

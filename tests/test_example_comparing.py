@@ -66,7 +66,9 @@ def test_an_interrupted_training_ends_as_one_that_was_not(comparing, batches, tm
     batches.stop_at = 2
     with pytest.raises(KeyboardInterrupt):
         interrupted.train("MoH 75 %", 7, make, batches, 3, never)
-    assert not (tmp_path / "interrupted" / "results.json").exists()
+    # What was begun is not gone on with by other settings.
+    with pytest.raises(SystemExit, match="of other settings"):
+        comparing.Comparison(tmp_path / "interrupted", {**SETTINGS, "epochs": 4})
     batches.stop_at = None
     begun = []
     start, batches.start = batches.start, lambda epoch: (begun.append(epoch), start(epoch))
@@ -93,9 +95,11 @@ def test_an_interruption_before_the_measurement_trains_no_epoch_twice(comparing,
     assert begun == [0]
 
 
-def test_results_of_other_settings_are_not_mixed(comparing, batches, tmp_path):
-    comparing.Comparison(tmp_path, SETTINGS).train("MHA", 0, make, batches, 1, weights)
-    with pytest.raises(SystemExit, match=r"(?s)of other settings.*'epochs': 3.*'epochs': 4"):
+def test_results_of_other_settings_are_not_mixed(comparing, tmp_path):
+    comparing.Comparison(tmp_path, SETTINGS)
+    with pytest.raises(
+        SystemExit, match=r"(?s)of other settings.*'epochs': 3.*'epochs': 4.*Remove"
+    ):
         comparing.Comparison(tmp_path, {**SETTINGS, "epochs": 4})
 
 
