@@ -131,9 +131,10 @@ class Comparison:
         unfinished.replace(self.file)
 
     def of_seeds(self, variant: str, measure: str) -> list[Any]:
-        """What `measure` was of a variant, in the order of the seeds."""
-        runs = self.results["runs"][variant]
-        return [runs[seed][measure] for seed in sorted(runs, key=int)]
+        """What `measure` was of a variant, by seed: of those seeds that every variant has."""
+        runs = self.results["runs"]
+        seeds = set.intersection(*map(set, runs.values()))
+        return [runs[variant][seed][measure] for seed in sorted(seeds, key=int)]
 
     def rows(self, measure: str, digits: int) -> list[list[str]]:
         """Of each variant its name, parameters, the measure over seeds, and the time if known."""

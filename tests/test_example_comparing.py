@@ -125,17 +125,21 @@ def test_times_are_the_medians_of_steps_in_turn(comparing, tmp_path, monkeypatch
 
 def test_a_table_and_a_figure_of_seeds(comparing, tmp_path):
     comparison = comparing.Comparison(tmp_path, SETTINGS)
+    parameters = {"parameters": 1234}
     comparison.results["runs"] = {
-        "MHA": {"10": {"parameters": 1234, "x": 3.0}, "9": {"parameters": 1234, "x": 1.0}},
-        "MoH": {"9": {"parameters": 1240, "x": 5.0}},
+        # Of seed 11 only one variant is done: that is not compared.
+        "MHA": {
+            seed: {**parameters, "x": x} for seed, x in {"10": 3.0, "9": 1.0, "11": 50.0}.items()
+        },
+        "MoH": {seed: {**parameters, "x": 5.0} for seed in ("9", "10")},
     }
-    assert comparison.rows("x", 0) == [["MHA", "1,234", "2 (1-3)"], ["MoH", "1,240", "5"]]
+    assert comparison.rows("x", 0) == [["MHA", "1,234", "2 (1-3)"], ["MoH", "1,234", "5 (5-5)"]]
     assert len(comparison.draw("x", "some measure").axes) == 1
     comparison.results["seconds_per_step"] = {"MHA": 0.0123, "MoH": 0.5}
     assert comparison.of_seeds("MHA", "x") == [1.0, 3.0]
     assert comparison.rows("x", 1) == [
         ["MHA", "1,234", "2.0 (1.0-3.0)", "12 ms"],
-        ["MoH", "1,240", "5.0", "500 ms"],
+        ["MoH", "1,234", "5.0 (5.0-5.0)", "500 ms"],
     ]
     values, times = comparison.draw("x", "some measure").axes
     assert values.get_ylabel() == "some measure"
