@@ -94,9 +94,10 @@ def draw_loads(comparison: Comparison) -> Figure:
         axis.set(
             title="balance 0.01" if name == AS_IT_IS else name, xlabel="routed head", ylim=(0, 1)
         )
+        axis.set_xticks(range(SHARED, HEADS))
         axis.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel(f"share of the tokens ({even:.2f} if even)")
-    figure.axes[0].legend(frameon=False)
+    figure.axes[-1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -62,10 +62,11 @@ class Comparison:
             if self.results["settings"] != settings:
                 sys.exit(
                     f"{self.file} is of other settings: {self.results['settings']}\n"
-                    f"These are: {dict(settings)}\nRemove it, or choose another --output"
+                    f"These are: {dict(settings)}\nRemove {folder}, or choose another --output"
                 )
         modules = ["keras_moh", "keras", "numpy", settings["backend"]]
         self.results["versions"] = {x: importlib.import_module(x).__version__ for x in modules}
+        self.save()  # the settings, before there is anything to go on with
 
     def train(
         self,
@@ -92,7 +93,9 @@ class Comparison:
             epochs=epochs,
             shuffle=False,  # the batches are: by Python's random numbers, which are not resumed
             callbacks=[
-                keras.callbacks.BackupAndRestore(str(backup), delete_checkpoint=False),
+                keras.callbacks.BackupAndRestore(
+                    str(backup), double_checkpoint=True, delete_checkpoint=False
+                ),
                 keras.callbacks.LambdaCallback(
                     on_epoch_begin=lambda epoch, _: batches.start(epoch)
                 ),
@@ -128,9 +131,10 @@ class Comparison:
         unfinished.replace(self.file)
 
     def of_seeds(self, variant: str, measure: str) -> list[Any]:
-        """What `measure` was of a variant, in the order of the seeds."""
-        runs = self.results["runs"][variant]
-        return [runs[seed][measure] for seed in sorted(runs, key=int)]
+        """What `measure` was of a variant, by seed: of those seeds that every variant has."""
+        runs = self.results["runs"]
+        seeds = set.intersection(*map(set, runs.values()))
+        return [runs[variant][seed][measure] for seed in sorted(seeds, key=int)]
 
     def rows(self, measure: str, digits: int) -> list[list[str]]:
         """Of each variant its name, parameters, the measure over seeds, and the time if known."""
@@ -149,7 +153,7 @@ class Comparison:
         """A point for every seed, a line at their mean, and beside them the times if known."""
         variants = list(self.results["runs"])
         seconds = self.results.get("seconds_per_step")
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(max(8, 1.1 * len(variants)), 3), layout="constrained")
         values, *times = figure.subplots(1, 2 if seconds else 1, squeeze=False)[0]
         for place, variant in enumerate(variants):
             of_seeds = self.of_seeds(variant, measure)

@@ -66,7 +66,9 @@ def test_an_interrupted_training_ends_as_one_that_was_not(comparing, batches, tm
     batches.stop_at = 2
     with pytest.raises(KeyboardInterrupt):
         interrupted.train("MoH 75 %", 7, make, batches, 3, never)
-    assert not (tmp_path / "interrupted" / "results.json").exists()
+    # What was begun is not gone on with by other settings.
+    with pytest.raises(SystemExit, match="of other settings"):
+        comparing.Comparison(tmp_path / "interrupted", {**SETTINGS, "epochs": 4})
     batches.stop_at = None
     begun = []
     start, batches.start = batches.start, lambda epoch: (begun.append(epoch), start(epoch))
@@ -93,9 +95,11 @@ def test_an_interruption_before_the_measurement_trains_no_epoch_twice(comparing,
     assert begun == [0]
 
 
-def test_results_of_other_settings_are_not_mixed(comparing, batches, tmp_path):
-    comparing.Comparison(tmp_path, SETTINGS).train("MHA", 0, make, batches, 1, weights)
-    with pytest.raises(SystemExit, match=r"(?s)of other settings.*'epochs': 3.*'epochs': 4"):
+def test_results_of_other_settings_are_not_mixed(comparing, tmp_path):
+    comparing.Comparison(tmp_path, SETTINGS)
+    with pytest.raises(
+        SystemExit, match=r"(?s)of other settings.*'epochs': 3.*'epochs': 4.*Remove"
+    ):
         comparing.Comparison(tmp_path, {**SETTINGS, "epochs": 4})
 
 
@@ -121,17 +125,21 @@ def test_times_are_the_medians_of_steps_in_turn(comparing, tmp_path, monkeypatch
 
 def test_a_table_and_a_figure_of_seeds(comparing, tmp_path):
     comparison = comparing.Comparison(tmp_path, SETTINGS)
+    parameters = {"parameters": 1234}
     comparison.results["runs"] = {
-        "MHA": {"10": {"parameters": 1234, "x": 3.0}, "9": {"parameters": 1234, "x": 1.0}},
-        "MoH": {"9": {"parameters": 1240, "x": 5.0}},
+        # Of seed 11 only one variant is done: that is not compared.
+        "MHA": {
+            seed: {**parameters, "x": x} for seed, x in {"10": 3.0, "9": 1.0, "11": 50.0}.items()
+        },
+        "MoH": {seed: {**parameters, "x": 5.0} for seed in ("9", "10")},
     }
-    assert comparison.rows("x", 0) == [["MHA", "1,234", "2 (1-3)"], ["MoH", "1,240", "5"]]
+    assert comparison.rows("x", 0) == [["MHA", "1,234", "2 (1-3)"], ["MoH", "1,234", "5 (5-5)"]]
     assert len(comparison.draw("x", "some measure").axes) == 1
     comparison.results["seconds_per_step"] = {"MHA": 0.0123, "MoH": 0.5}
     assert comparison.of_seeds("MHA", "x") == [1.0, 3.0]
     assert comparison.rows("x", 1) == [
         ["MHA", "1,234", "2.0 (1.0-3.0)", "12 ms"],
-        ["MoH", "1,240", "5.0", "500 ms"],
+        ["MoH", "1,234", "5.0 (5.0-5.0)", "500 ms"],
     ]
     values, times = comparison.draw("x", "some measure").axes
     assert values.get_ylabel() == "some measure"
