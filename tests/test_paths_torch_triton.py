@@ -16,7 +16,16 @@ import pytest
 from keras_moh import UnsupportedError, implementations
 from tests.conftest import is_installed
 from tests.helpers import output_and_gradients, to_numpy
-from tests.paths import HEADS, LENGTH, OPTIONS, WIDTH, attention, inputs_of_length
+from tests.paths import (
+    HEADS,
+    LENGTH,
+    OPTIONS,
+    OPTIONS_OF_HEADS,
+    WIDTH,
+    attention,
+    inputs_of_length,
+    shape_of_heads,
+)
 from tests.samples import padding
 from tests.test_paths import large_spec
 from tests.test_paths_torch import captures
@@ -47,17 +56,6 @@ of_tiles = functools.partial(pytest.mark.parametrize, "tiles", indirect=True, id
 
 # Values and every gradient ------------------------------------------------------------------------
 
-OPTIONS_OF_HEADS = {
-    "nothing": {},
-    "causal": {"is_causal": True, "causal_offset": -3},  # the first rows see no key
-    "padding": {"mask": padding(19, 0, length=41)[:, None, None]},
-    "causal, padding": {
-        "is_causal": True,
-        "causal_offset": 4,
-        "mask": padding(30, 41, length=41)[:, None, None],
-    },
-}
-
 
 @pytest.mark.usefixtures("tiles")
 @of_tiles([(64, 32)])
@@ -66,11 +64,7 @@ OPTIONS_OF_HEADS = {
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("options", OPTIONS_OF_HEADS.values(), ids=OPTIONS_OF_HEADS)
 def test_heads(options: dict[str, Any], groups: int, width: int, dtype: str) -> None:
-    shape = {
-        **{"queries": 23, "keys": 41, "heads": 8, "taken": 3, "groups": groups},
-        **{"widths": (width, width), "load": "uneven", "some_gates_are_0": True},
-    }
-    check(PATH, shape, options, dtype)
+    check(PATH, shape_of_heads(groups, width), options, dtype)
 
 
 LOADS = ("even", "uneven", "the same", "by entry", "by position")
@@ -501,6 +495,25 @@ def test_exported_for_any_shapes() -> None:
         expected = attention("reference", heads, sliding_window=9)(*tensors)
         output = program.module()(*tensors, heads)
         np.testing.assert_allclose(to_numpy(output), to_numpy(expected), rtol=0, atol=1e-5)
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, by_sum: torch.Tensor) -> None:
+        return None
+
+
+def test_what_is_made_of_the_output_may_have_no_gradient() -> None:
+    tensors, heads, _ = inputs_of_length(1, length=17)
+    tensors = [x.requires_grad_() for x in tensors]
+    output = WithoutGradient.apply(attention(NAME, heads)(*tensors))
+    by = torch.autograd.grad(output + tensors[0].sum(), tensors, allow_unused=True)
+    assert (by[0] == 1).all()
+    assert by[1:] == (None, None, None)
 
 
 def test_second_derivatives_are_refused() -> None:

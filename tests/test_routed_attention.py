@@ -380,6 +380,15 @@ def test_shapes(path: Path, shape: dict[str, int]) -> None:
     check(path, shape, {"is_causal": True}, "float32")
 
 
+@pytest.mark.parametrize("kind", ["keys", "pairs"])
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_masks_of_nothing(path: Path, empty: str, kind: str) -> None:
+    shape = {"batch": B, "queries": T, "keys": S} | {empty: 0}
+    queries = shape["queries"] if kind == "pairs" else 1
+    mask = np.ones((shape["batch"], 1, queries, shape["keys"]), bool)
+    check(path, shape, {"mask": mask}, "float32")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(path: Path, dtype: str) -> None:
     check(path, {}, {"mask": some_mask(B, 1, 1, S)}, dtype)
