@@ -292,16 +292,17 @@ def _arguments(
     batch, length, num_heads, key_dim = query.shape
     _, key_length, groups, value_dim = value.shape
     key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (key, value))
-    kind, key_ends = "none" if mask is None else "pairs", None
+    of_keys = mask is not None and mask.shape[2] == 1
+    kind = "none" if mask is None else "keys" if of_keys else "pairs"
     if mask is not None:
-        if mask.shape[2] == 1:
-            kind, key_ends = "keys", _key_ends(mask[:, 0, 0].expand(batch, key_length))
-        mask = mask.expand(batch, 1, length, key_length)[:, 0]
+        # A mask of keys is read where there is no query, too: it keeps its axis of one.
+        mask = mask.expand(batch, 1, -1, key_length)[:, 0]
     return {
         **{"query": query.contiguous(), "key": key, "value": value},
         **{"heads": heads.contiguous(), "gates": gates.contiguous()},
         **{"rows": rows, "lists": lists, "mask": mask, "causal_offset": causal_offset},
-        **{"key_ends": key_ends, "scale": scale, "T": length, "S": key_length},
+        "key_ends": _key_ends(mask) if of_keys else None,
+        **{"scale": scale, "T": length, "S": key_length},
         **_strides("key", key, "by_entry", "by_number", "by_group"),
         **_strides("value", value, "by_entry", "by_number", "by_group"),
         **_strides("mask", mask, "by_entry", "by_token", "by_number"),
@@ -319,9 +320,9 @@ def _strides(name: str, x: torch.Tensor | None, *axes: str) -> dict[str, int]:
 
 
 def _key_ends(mask: torch.Tensor) -> torch.Tensor:
-    """The end of the keys that a mask `(B, S)` leaves: `(B,)`, int32."""
-    ends = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-    of_keys = torch.where(mask, ends, torch.zeros_like(ends))
+    """The end of the keys that a mask `(B, 1, S)`, alike for all tokens, leaves: `(B,)`, int32."""
+    ends = torch.arange(1, mask.shape[2] + 1, dtype=torch.int32, device=mask.device)
+    of_keys = torch.where(mask[:, 0], ends, torch.zeros_like(ends))
     return pad(of_keys, (1, 0)).amax(1)
 
 
