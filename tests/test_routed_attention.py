@@ -274,6 +274,8 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     """What the reason says for which the implementation cannot serve the call, if it cannot."""
     if path.implementation in (None, "reference"):
         return None
+    if case.heads.shape[-1] == 0:
+        return "its tokens take a head"
     mask_shape = np.shape(options.get("mask", np.True_))
     if len(mask_shape) == 4 and mask_shape[1] > 1:
         return "mask has no head axis"
@@ -372,6 +374,7 @@ SHAPES = {
     "no query": {"queries": 0},
     "no key": {"keys": 0},
     "no batch": {"batch": 0},
+    "no head": {"taken": 0},
 }
 
 
