@@ -86,6 +86,8 @@ def simulated_tpu(
 
     from keras_moh.implementations import jax_pallas_tpu
 
+    # One thread waits for the cores, which need others.
+    assert os.environ.get("NPROC") != "1", "a simulated TPU would wait for ever"
     record = simulator.RaceDetectionState
     monkeypatch.setattr(
         *(simulator, "RaceDetectionState"), lambda **x: records.append(record(**x)) or records[-1]
