@@ -102,6 +102,15 @@ def simulated_tpu(
     assert not any(races)
 
 
+@pytest.fixture(autouse=True)
+def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with `torch_triton` in their name, whose kernels Triton interprets."""
+    if "torch_triton" in request.node.nodeid and is_installed("triton"):
+        from tests.triton_addresses import check_addresses
+
+        check_addresses(monkeypatch)
+
+
 def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 

@@ -37,6 +37,7 @@ if keras.backend.backend() != "torch" or not is_installed("triton"):
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
+from triton.runtime.errors import InterpreterError
 
 from keras_moh.implementations import torch_triton, triton_tuning
 from keras_moh.implementations.triton_blocks import Blocks, neighbours, splits
@@ -107,6 +108,17 @@ def test_of_strided_tensors(options: dict[str, Any]) -> None:
     compare(
         views, copies, (query.transpose(0, 1).contiguous().transpose(0, 1), cache, gates), cotangent
     )
+
+
+def test_addresses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests could not fail by them: here there are fewer keys than is said."""
+    launch = torch_triton._launch
+    monkeypatch.setattr(
+        torch_triton, "_launch", lambda *rest: launch(*rest[:-1], rest[-1] | {"S": 10**4})
+    )
+    tensors, heads, _ = inputs_of_length(1, length=43)
+    with pytest.raises(InterpreterError, match="an address of no tensor"):
+        attention(NAME, heads)(*tensors)
 
 
 # Few rows and many keys --------------------------------------------------------------------------
