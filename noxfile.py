@@ -31,7 +31,7 @@ FOR_TESTS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "NPROC": "1",  # XLA's thread pool
+    "NPROC": "4",  # XLA's thread pool: with 1 a simulated TPU, of two cores, waits for ever
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",

@@ -87,6 +87,8 @@ def simulated_tpu(
 
     from keras_moh.implementations import jax_pallas_tpu
 
+    # One thread waits for the cores, which need others.
+    assert os.environ.get("NPROC") != "1", "a simulated TPU would wait for ever"
     record = simulator.RaceDetectionState
     monkeypatch.setattr(
         *(simulator, "RaceDetectionState"), lambda **x: records.append(record(**x)) or records[-1]
@@ -99,6 +101,15 @@ def simulated_tpu(
     tpu.reset_tpu_interpret_mode_state()
     races = [record.races_found for record in records]
     assert not any(races)
+
+
+@pytest.fixture(autouse=True)
+def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with `torch_triton` in their name, whose kernels Triton interprets."""
+    if "torch_triton" in request.node.nodeid and is_installed("triton"):
+        from tests.triton_addresses import check_addresses
+
+        check_addresses(monkeypatch)
 
 
 def is_installed(module: str) -> bool:

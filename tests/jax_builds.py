@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from keras_moh.implementations.spec import Options
 from tests.helpers import output_and_gradients
+from tests.paths import LENGTH
 
 HEADS, TAKEN = 4, 2
 
@@ -32,6 +33,14 @@ CASES = {
     "decoding": Case(queries=1, keys=4096, is_causal=True),
     "padding": Case(keys=1000, mask=(2, 1, 1, 1000), dtype="float16"),
     "mask": Case(mask=(1, 1, 1024, 1024), widths=(256, 256), dtype="float32", is_causal=True),
+}
+
+# Long enough that no array of a tile is as large as all scores.
+LONG = Case(1, LENGTH, LENGTH)
+LONG_CASES = {
+    "nothing": LONG,
+    "causal window": LONG._replace(is_causal=True, sliding_window=100),
+    "padding": LONG._replace(mask=(1, 1, 1, LENGTH)),
 }
 
 

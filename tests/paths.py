@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_moh import Routing, implementations, routed_attention
-from tests.samples import D, floats, moh_attention
+from tests.samples import D, floats, moh_attention, padding
 
 NAMES = [
     name
@@ -104,3 +104,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 100, "is_causal": True},
     "padding": {"mask": np.arange(LENGTH).reshape(1, 1, 1, LENGTH) < 1000},
 }
+
+
+# Heads of several widths that share keys, unevenly taken ------------------------------------------
+
+OPTIONS_OF_HEADS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"is_causal": True, "causal_offset": -3},  # the first rows see no key
+    "padding": {"mask": padding(19, 0, length=41)[:, None, None]},
+    "causal, padding": {
+        "is_causal": True,
+        "causal_offset": 4,
+        "mask": padding(30, 41, length=41)[:, None, None],
+    },
+}
+
+
+def shape_of_heads(groups: int, width: int) -> dict[str, Any]:
+    return {
+        **{"queries": 23, "keys": 41, "heads": 8, "taken": 3, "groups": groups},
+        **{"widths": (width, width), "load": "uneven", "some_gates_are_0": True},
+    }

@@ -16,7 +16,7 @@ if keras.backend.backend() != "jax":
 import jax
 
 from keras_moh.implementations import jax_pallas_tpu
-from tests.jax_builds import CASES, Case, program, stand_ins
+from tests.jax_builds import CASES, LONG_CASES, Case, program, stand_ins
 
 KERNELS = {False: 1, True: 3}  # with gradients
 
@@ -29,19 +29,23 @@ def test_lowered(case: Case, with_gradients: bool) -> None:
     assert exported.mlir_module().count("tpu_custom_call") == KERNELS[with_gradients]
 
 
-LONG = Case(1, LENGTH, LENGTH)
-LONG_CASES = {
-    "nothing": LONG,
-    "causal window": LONG._replace(is_causal=True, sliding_window=100),
-    "padding": LONG._replace(mask=(1, 1, 1, LENGTH)),
-}
-
-
 @pytest.mark.parametrize("case", LONG_CASES.values(), ids=LONG_CASES)
 def test_has_no_array_of_all_scores(case: Case) -> None:
     run = program(jax_pallas_tpu, case, with_gradients=True)
     exported = jax.export.export(run, platforms=["tpu"])(*stand_ins(case))
     assert largest_array(exported.mlir_module()) < LENGTH**2
+
+
+def test_transforms_are_lowered() -> None:
+    """Two that the simulator does not know: it has no grid with an axis more, and no effects."""
+    inputs = stand_ins(CASES["short"])
+    several = [jax.ShapeDtypeStruct((3, *inputs[0].shape), inputs[0].dtype), *inputs[1:]]
+    of_some = jax.vmap(program(jax_pallas_tpu, CASES["short"], True), in_axes=(0, *[None] * 6))
+    attend = jax.checkpoint(program(jax_pallas_tpu, CASES["short"], False))
+    again = jax.grad(lambda *x: attend(*x).astype("float32").sum(), argnums=(0, 1, 2, 3))
+    for run, arguments in ((of_some, several), (again, inputs)):
+        exported = jax.export.export(jax.jit(run), platforms=["tpu"])(*arguments)
+        assert exported.mlir_module().count("tpu_custom_call") == KERNELS[True]
 
 
 needs_libtpu = pytest.mark.skipif(

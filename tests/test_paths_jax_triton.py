@@ -5,6 +5,7 @@ is of JAX are the plan, the order of the arguments, the constants and the gradie
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 from keras_moh import UnsupportedError, implementations
 from tests.conftest import is_installed
+from tests.paths import OPTIONS_OF_HEADS, shape_of_heads
 from tests.samples import padding
 from tests.test_paths import large_spec
-from tests.test_routed_attention import Path, check, some_mask
+from tests.test_routed_attention import OPTIONS as ALL_OPTIONS
+from tests.test_routed_attention import SHAPES, Path, check, some_mask
 
 if keras.backend.backend() != "jax" or not is_installed("jax_triton"):
     pytest.skip("of another backend, or without its extra", allow_module_level=True)
@@ -108,6 +111,36 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize(("shape", "options", "dtype"), CASES.values(), ids=CASES)
 def test_launches(shape: dict[str, Any], options: dict[str, Any], dtype: str) -> None:
     check(PATH, SHAPE | shape, options, dtype)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+def test_options(options: dict[str, Any]) -> None:
+    check(PATH, {}, options, "float32")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes(shape: dict[str, int]) -> None:
+    check(PATH, shape, {"is_causal": True}, "float32")
+
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("number", "width", "groups"),
+    [(n, *x) for n, x in enumerate(itertools.product((16, 64, 72, 128), (4, 2, 1)))],
+)
+def test_heads(number: int, width: int, groups: int) -> None:
+    """Each width and each number of groups with every dtype and most of the options.
+
+    All combinations are tested with `torch_triton`.
+    """
+    dtype = DTYPES[(number + number // 3) % 3]
+    options = list(OPTIONS_OF_HEADS.values())[number % 4]
+    check(PATH, shape_of_heads(groups, width), options, dtype)
 
 
 # The choice ---------------------------------------------------------------------------------------

@@ -16,7 +16,16 @@ import pytest
 from keras_moh import UnsupportedError, implementations
 from tests.conftest import is_installed
 from tests.helpers import output_and_gradients, to_numpy
-from tests.paths import HEADS, LENGTH, OPTIONS, WIDTH, attention, inputs_of_length
+from tests.paths import (
+    HEADS,
+    LENGTH,
+    OPTIONS,
+    OPTIONS_OF_HEADS,
+    WIDTH,
+    attention,
+    inputs_of_length,
+    shape_of_heads,
+)
 from tests.samples import padding
 from tests.test_paths import large_spec
 from tests.test_paths_torch import captures
@@ -28,6 +37,7 @@ if keras.backend.backend() != "torch" or not is_installed("triton"):
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
+from triton.runtime.errors import InterpreterError
 
 from keras_moh.implementations import torch_triton, triton_tuning
 from keras_moh.implementations.triton_blocks import Blocks, neighbours, splits
@@ -47,17 +57,6 @@ of_tiles = functools.partial(pytest.mark.parametrize, "tiles", indirect=True, id
 
 # Values and every gradient ------------------------------------------------------------------------
 
-OPTIONS_OF_HEADS = {
-    "nothing": {},
-    "causal": {"is_causal": True, "causal_offset": -3},  # the first rows see no key
-    "padding": {"mask": padding(19, 0, length=41)[:, None, None]},
-    "causal, padding": {
-        "is_causal": True,
-        "causal_offset": 4,
-        "mask": padding(30, 41, length=41)[:, None, None],
-    },
-}
-
 
 @pytest.mark.usefixtures("tiles")
 @of_tiles([(64, 32)])
@@ -66,11 +65,7 @@ OPTIONS_OF_HEADS = {
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("options", OPTIONS_OF_HEADS.values(), ids=OPTIONS_OF_HEADS)
 def test_heads(options: dict[str, Any], groups: int, width: int, dtype: str) -> None:
-    shape = {
-        **{"queries": 23, "keys": 41, "heads": 8, "taken": 3, "groups": groups},
-        **{"widths": (width, width), "load": "uneven", "some_gates_are_0": True},
-    }
-    check(PATH, shape, options, dtype)
+    check(PATH, shape_of_heads(groups, width), options, dtype)
 
 
 LOADS = ("even", "uneven", "the same", "by entry", "by position")
@@ -113,6 +108,17 @@ def test_of_strided_tensors(options: dict[str, Any]) -> None:
     compare(
         views, copies, (query.transpose(0, 1).contiguous().transpose(0, 1), cache, gates), cotangent
     )
+
+
+def test_addresses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests could not fail by them: here there are fewer keys than is said."""
+    launch = torch_triton._launch
+    monkeypatch.setattr(
+        torch_triton, "_launch", lambda *rest: launch(*rest[:-1], rest[-1] | {"S": 10**4})
+    )
+    tensors, heads, _ = inputs_of_length(1, length=43)
+    with pytest.raises(InterpreterError, match="an address of no tensor"):
+        attention(NAME, heads)(*tensors)
 
 
 # Few rows and many keys --------------------------------------------------------------------------
@@ -501,6 +507,25 @@ def test_exported_for_any_shapes() -> None:
         expected = attention("reference", heads, sliding_window=9)(*tensors)
         output = program.module()(*tensors, heads)
         np.testing.assert_allclose(to_numpy(output), to_numpy(expected), rtol=0, atol=1e-5)
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, by_sum: torch.Tensor) -> None:
+        return None
+
+
+def test_what_is_made_of_the_output_may_have_no_gradient() -> None:
+    tensors, heads, _ = inputs_of_length(1, length=17)
+    tensors = [x.requires_grad_() for x in tensors]
+    output = WithoutGradient.apply(attention(NAME, heads)(*tensors))
+    by = torch.autograd.grad(output + tensors[0].sum(), tensors, allow_unused=True)
+    assert (by[0] == 1).all()
+    assert by[1:] == (None, None, None)
 
 
 def test_second_derivatives_are_refused() -> None:

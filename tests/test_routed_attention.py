@@ -274,6 +274,8 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
     """What the reason says for which the implementation cannot serve the call, if it cannot."""
     if path.implementation in (None, "reference"):
         return None
+    if case.heads.shape[-1] == 0:
+        return "its tokens take a head"
     mask_shape = np.shape(options.get("mask", np.True_))
     if len(mask_shape) == 4 and mask_shape[1] > 1:
         return "mask has no head axis"
@@ -372,12 +374,22 @@ SHAPES = {
     "no query": {"queries": 0},
     "no key": {"keys": 0},
     "no batch": {"batch": 0},
+    "no head": {"taken": 0},
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shapes(path: Path, shape: dict[str, int]) -> None:
     check(path, shape, {"is_causal": True}, "float32")
+
+
+@pytest.mark.parametrize("kind", ["keys", "pairs"])
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_masks_of_nothing(path: Path, empty: str, kind: str) -> None:
+    shape = {"batch": B, "queries": T, "keys": S} | {empty: 0}
+    queries = shape["queries"] if kind == "pairs" else 1
+    mask = np.ones((shape["batch"], 1, queries, shape["keys"]), bool)
+    check(path, shape, {"mask": mask}, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

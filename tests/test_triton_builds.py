@@ -210,9 +210,10 @@ def test_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
         assert "wgmma.mma_async" in built.asm["ptx"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "target", "width"), CEILINGS_OF_DECODING)
-def test_decoding_builds(name: str, target: str, width: int) -> None:
-    launch = launches(target, (width, width), torch.bfloat16, "decoding")[name]
+def test_decoding_builds(name: str, target: str, width: int, dtype: torch.dtype) -> None:
+    launch = launches(target, (width, width), dtype, "decoding")[name]
     assert launch.arguments["splits"] > 1
     found = usage(build(launch, target), target)
     ceiling = CEILINGS_OF_DECODING[name, target, width]

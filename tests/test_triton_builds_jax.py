@@ -14,7 +14,8 @@ if keras.backend.backend() != "jax" or not is_installed("jax_triton"):
 import jax
 
 from keras_moh.implementations import jax_triton
-from tests.jax_builds import CASES, program, stand_ins
+from tests.jax_builds import CASES, LONG_CASES, Case, program, stand_ins
+from tests.paths import LENGTH, largest_array
 
 NAME = "triton_kernel_call"
 UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(NAME)]
@@ -40,6 +41,16 @@ def test_lowered(
         *stand_ins(CASES[name])
     )
     assert exported.mlir_module().count(f"custom_call @{NAME}(") == KERNELS[with_gradients]
+
+
+@pytest.mark.parametrize("case", LONG_CASES.values(), ids=LONG_CASES)
+def test_has_no_array_of_all_scores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_triton, "_target", lambda: "sm_90")
+    run = program(jax_triton, case, with_gradients=True)
+    exported = jax.export.export(run, platforms=["cuda"], disabled_checks=UNCHECKED)(
+        *stand_ins(case)
+    )
+    assert largest_array(exported.mlir_module()) < LENGTH**2
 
 
 def test_several_calls_are_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ class Options:
 
 def needs_reference(spec: AttentionSpec) -> str | None:
     """Why only the reference, which has the scores of all heads, can serve a call, or `None`."""
+    if spec.num_active_heads == 0:
+        return "its tokens take a head"
     if spec.return_attention_scores:
         return "it does not keep the attention scores"
     if spec.dropout > 0:

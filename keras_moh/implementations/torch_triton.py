@@ -260,7 +260,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 @once_differentiable
-def _backward(ctx: Any, by_output: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, by_output: torch.Tensor | None, *_: None
+) -> tuple[torch.Tensor | None, ...]:
+    if by_output is None:  # What was made of the output has no gradient by it.
+        return (None,) * len(ctx.needs_input_grad)
     by_query, by_key, by_value, by_gates = _attend_backward(
         by_output, *ctx.saved_tensors, *ctx.options
     )
@@ -291,7 +295,8 @@ def _arguments(
     of_keys = mask is not None and mask.shape[2] == 1
     kind = "none" if mask is None else "keys" if of_keys else "pairs"
     if mask is not None:
-        mask = mask.expand(batch, 1, length, key_length)[:, 0]
+        # A mask of keys is read where there is no query, too: it keeps its axis of one.
+        mask = mask.expand(batch, 1, -1, key_length)[:, 0]
     return {
         **{"query": query.contiguous(), "key": key, "value": value},
         **{"heads": heads.contiguous(), "gates": gates.contiguous()},
@@ -315,7 +320,7 @@ def _strides(name: str, x: torch.Tensor | None, *axes: str) -> dict[str, int]:
 
 
 def _key_ends(mask: torch.Tensor) -> torch.Tensor:
-    """The end of the keys that a mask `(B, T, S)`, alike for all tokens, leaves: `(B,)`, int32."""
+    """The end of the keys that a mask `(B, 1, S)`, alike for all tokens, leaves: `(B,)`, int32."""
     ends = torch.arange(1, mask.shape[2] + 1, dtype=torch.int32, device=mask.device)
     of_keys = torch.where(mask[:, 0], ends, torch.zeros_like(ends))
     return pad(of_keys, (1, 0)).amax(1)
