@@ -107,7 +107,7 @@ def simulated_tpu(
 def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests with `torch_triton` in their name, whose kernels Triton interprets."""
     if "torch_triton" in request.node.nodeid and is_installed("triton"):
-        from tests.triton_addresses import check_addresses
+        from tests.torch_triton_addresses import check_addresses
 
         check_addresses(monkeypatch)
 
