@@ -106,7 +106,7 @@ def simulated_tpu(
 @pytest.fixture(autouse=True)
 def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests with `torch_triton` in their name, whose kernels Triton interprets."""
-    if "torch_triton" in request.node.nodeid and is_installed("triton"):
+    if "torch_triton" in request.node.nodeid and all(map(is_installed, ("torch", "triton"))):
         from tests.torch_triton_addresses import check_addresses
 
         check_addresses(monkeypatch)
