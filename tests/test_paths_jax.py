@@ -6,14 +6,18 @@ import keras
 import numpy as np
 import pytest
 
+from keras_moh import implementations
 from tests.helpers import output_and_gradients
 from tests.paths import LENGTH, OPTIONS, attention, inputs_of_length, largest_array
+from tests.test_paths import GROUPS, large_spec
 
 if keras.backend.backend() != "jax":
     pytest.skip("of another backend", allow_module_level=True)
 
 import jax
 import jax.numpy as jnp
+
+from keras_moh.implementations import jax_triton
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -98,3 +102,22 @@ def test_transformed(transformation: str, ran: list[str]) -> None:
     ]
     for x, *parts in zip(actual, *expected, strict=True):
         np.testing.assert_allclose(x, np.stack(parts), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "jax_xla"),
+        ({"is_causal": True}, "jax_xla"),
+        (GROUPS, "compact"),
+        ({"num_active_heads": 12}, "compact"),
+        ({"dropout": 0.1}, "reference"),
+    ],
+    ids=str,
+)
+def test_choice_on_a_gpu_without_kernels(
+    changes: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_triton, "HAS_JAX_TRITON", False)
+    chosen = implementations.choose_implementation(large_spec(device="gpu", **changes))
+    assert chosen.__name__ == implementations.IMPLEMENTATIONS[name][1]

@@ -26,9 +26,9 @@ of heads not taken, so nothing where query heads share them: then some head of e
 PyTorch saves more where causality or a mask hides some of a cache: its implementation does not read
 them, while for the others all slots that no query sees are first replaced by zeros.
 
-Nothing was measured on other devices. There the kernels made for them, Triton's and Pallas's, serve
-where they can and a head is to be skipped, since they read and compute no more than the heads
-taken; else the framework's fused attention, if it can.
+Nothing was measured on other devices. Where a head is to be skipped the kernels made for them,
+Triton's and Pallas's, serve, since they read and compute no more than the heads taken; on JAX
+without them `jax_xla` does, unless `compact` can. Else it is the framework's fused attention.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def is_worth_it(name: str, spec: AttentionSpec) -> bool:
     if name not in _WORTH_IT:
         return True
     if spec.device != "cpu":
-        return False
+        skips = spec.num_active_heads < spec.num_heads
+        return name == "jax_xla" and skips and compact.unsupported_reason(spec) is not None
     if spec.query_length is None or spec.key_length is None:
         return True  # Lengths that vary may be long ones, where much is to be lost.
     if spec.query_length == 1:
