@@ -54,7 +54,6 @@ VARIANTS = {"MHA": None, "MoH 75 %": (4, 2), "MoH 50 %": (2, 2)}
 LENGTH, BATCH_SIZE = 128, 32  # of a passage in characters, of a batch in passages
 EPOCH = 100  # steps, after which a training that is interrupted goes on
 VALIDATION = 0.05  # of the text, its end
-LEARNING_RATE = 3e-3
 PROMPT, CONTINUATION = 64, 200  # characters
 
 
@@ -88,7 +87,7 @@ try:
     import keras
     import keras_hub
     import numpy as np
-    from comparing import Batches, Comparison
+    from comparing import Batches, Comparison, optimizer
 
     import keras_moh
 except ModuleNotFoundError as error:
@@ -181,12 +180,8 @@ def make_model(
             top_k=top_k,
             intermediate_size=inner,
         )
-    warmup = steps // 10
-    learning_rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - warmup, warmup_target=LEARNING_RATE, warmup_steps=warmup
-    )
     model.compile(
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.05),
+        optimizer=optimizer(steps),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         # The loss without the balancing loss.
         weighted_metrics=[

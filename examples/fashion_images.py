@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 from common import Package, files_of
-from comparing import Batches, Comparison, integers
+from comparing import Batches, Comparison, integers, optimizer
 from keras import layers
 
 import keras_moh
@@ -29,7 +29,7 @@ DEBIAN = Package(
     },
 )
 HEADS = 8
-BATCH_SIZE, LEARNING_RATE = 128, 3e-3
+BATCH_SIZE = 128
 
 # Keras's MixUp asks for int64, which JAX has as int32: that is enough to number the images.
 warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
@@ -104,12 +104,8 @@ def vision_transformer(depth: int, **arguments: Any) -> keras.Model:
 
 def compiled(model: keras.Model, steps: int) -> keras.Model:
     """The model, to be trained for so many steps."""
-    warmup = steps // 10
-    learning_rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - warmup, warmup_target=LEARNING_RATE, warmup_steps=warmup
-    )
     model.compile(
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.05),
+        optimizer=optimizer(steps),
         loss=keras.losses.CategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
