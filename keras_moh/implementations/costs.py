@@ -46,7 +46,7 @@ _WORTH_IT = {"torch_sdpa": 2.2e6, "jax_xla": 0.4e6, "tensorflow_xla": 17e6}
 _WORTH_READING = {"torch_sdpa": 0.25e6, "jax_xla": 0.5e6, "tensorflow_xla": 0.25e6}
 # From this many numbers of a head on, Keras's attention on PyTorch, by which `compact` attends,
 # takes several times as long for one query, even where no head is skipped: with 12 heads and 16384
-# slots of 64 + 64 numbers 139 ms against 41, with 4 key/value heads 190 against 9 (a busy machine).
+# slots of 64 + 64 numbers 39 ms against 10, with 4 key/value heads 36 against 5.
 _READS_LONG_CACHES = {"torch_sdpa": 2**21}
 # From this many scores of a head on, dense attention on a CPU has left the caches: in tiles all the
 # heads are faster too (JAX at `T = S = 1024`: 24 against 68 ms; TensorFlow at 4096: 231, 273).

@@ -47,10 +47,8 @@ from keras_moh.implementations.rows import (
     span_of_keys,
     take,
 )
-from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
+from keras_moh.implementations.spec import AttentionSpec, Options, beyond_kernels
 
-_DTYPES = ("float32", "float16", "bfloat16")
-_MOST_FEATURES = 256
 _DEVICES = ("tpu",)
 _LANES = 128
 _BITS = 32
@@ -64,14 +62,9 @@ _MOST_TILES = 2**16
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    reason = needs_reference(spec)
+    reason = beyond_kernels(spec)
     if reason is not None:
         return reason
-    if spec.dtype not in _DTYPES:
-        return f"it computes in {', '.join(_DTYPES)}, not in {spec.dtype}"
-    widest = max(spec.key_dim, spec.value_dim)
-    if widest > _MOST_FEATURES:
-        return f"its heads have at most {_MOST_FEATURES} features, not {widest}"
     if spec.batch is None or spec.query_length is None or spec.key_length is None:
         return "it needs shapes that are numbers"
     shape = spec.query_length, spec.num_active_heads, spec.num_key_value_heads

@@ -15,34 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from keras_moh.implementations.rows import end_of_keys
-from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
-from keras_moh.implementations.triton_blocks import Blocks, blocks, tiles_of_rows
+from keras_moh.implementations.spec import AttentionSpec, Options, beyond_kernels
+from keras_moh.implementations.triton_blocks import Blocks, blocks, tiles_of_rows, too_many_rows
 
 # It is imported only for a launch, because without a GPU it refuses to be.
 HAS_JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
 READS_ONLY_SEEN_KEYS = True
-_DTYPES = ("float32", "float16", "bfloat16")
-_MOST_FEATURES = 256
 _OLDEST_CAPABILITY = 80
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    reason = needs_reference(spec)
-    if reason is not None:
-        return reason
-    if spec.dtype not in _DTYPES:
-        return f"it computes in {', '.join(_DTYPES)}, not in {spec.dtype}"
-    widest = max(spec.key_dim, spec.value_dim)
-    if widest > _MOST_FEATURES:
-        return f"its heads have at most {_MOST_FEATURES} features, not {widest}"
-    if spec.batch is None or spec.query_length is None or spec.key_length is None:
-        return "it needs shapes that are numbers"
-    rows = spec.num_key_value_heads * spec.query_length * spec.num_active_heads
-    if rows >= 2**31:
-        return f"it numbers {rows} rows, which is more than an int32 can hold"
-    return _unsupported_device(spec.device)
+    if None in (spec.batch, spec.query_length, spec.key_length):
+        return beyond_kernels(spec) or "it needs shapes that are numbers"
+    return beyond_kernels(spec) or too_many_rows(spec) or _unsupported_device(spec.device)
 
 
 def _unsupported_device(kind: str) -> str | None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+# What the kernels made for GPUs and TPUs compute in, and the most features of their heads.
+_KERNEL_DTYPES = ("float32", "float16", "bfloat16")
+_MOST_KERNEL_FEATURES = 256
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -84,4 +88,17 @@ def needs_reference(spec: AttentionSpec) -> str | None:
         return "it has no dropout on the attention scores"
     if spec.mask_shape is not None and spec.mask_shape[1] != 1:
         return "its mask has no head axis"
+    return None
+
+
+def beyond_kernels(spec: AttentionSpec) -> str | None:
+    """Why none of the kernels made for GPUs and TPUs can serve a call, or `None`."""
+    reason = needs_reference(spec)
+    if reason is not None:
+        return reason
+    if spec.dtype not in _KERNEL_DTYPES:
+        return f"it computes in {', '.join(_KERNEL_DTYPES)}, not in {spec.dtype}"
+    widest = max(spec.key_dim, spec.value_dim)
+    if widest > _MOST_KERNEL_FEATURES:
+        return f"its heads have at most {_MOST_KERNEL_FEATURES} features, not {widest}"
     return None

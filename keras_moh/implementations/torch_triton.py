@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
+from keras_moh.implementations.spec import AttentionSpec, Options, beyond_kernels
 from keras_moh.implementations.torch_rows import once_differentiable
 from keras_moh.implementations.triton_blocks import (
     COMBINE,
@@ -23,6 +23,7 @@ from keras_moh.implementations.triton_blocks import (
     neighbours,
     splits,
     tiles_of_rows,
+    too_many_rows,
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -33,25 +34,12 @@ if HAS_TRITON:
 
 # The slots of a cache that no query may see are not read: see `keras_moh/cache.py`.
 READS_ONLY_SEEN_KEYS = True
-_DTYPES = ("float32", "float16", "bfloat16")
-_MOST_FEATURES = 256
 _OLDEST_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
     """Why this implementation cannot serve a call, or `None`."""
-    reason = needs_reference(spec)
-    if reason is not None:
-        return reason
-    if spec.dtype not in _DTYPES:
-        return f"it computes in {', '.join(_DTYPES)}, not in {spec.dtype}"
-    widest = max(spec.key_dim, spec.value_dim)
-    if widest > _MOST_FEATURES:
-        return f"its heads have at most {_MOST_FEATURES} features, not {widest}"
-    rows = spec.num_key_value_heads * (spec.query_length or 0) * spec.num_active_heads
-    if rows >= 2**31:
-        return f"it numbers {rows} rows, which is more than an int32 can hold"
-    return _unsupported_device(spec.device)
+    return beyond_kernels(spec) or too_many_rows(spec) or _unsupported_device(spec.device)
 
 
 @torch.compiler.assume_constant_result

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from keras_moh.implementations.spec import AttentionSpec
+
 
 class Blocks(NamedTuple):
     """The tiles of a kernel, and how a program works through them.
@@ -92,6 +94,14 @@ def tiles_of_rows(shape: tuple[int, ...], groups: int, block: int) -> int:
     """The most tiles of rows that an entry of `heads (B, T, K)` can have: see the kernels."""
     rows = shape[1] * shape[2]
     return min((rows + groups * (block - 1)) // block, rows)
+
+
+def too_many_rows(spec: AttentionSpec) -> str | None:
+    """Why the kernels cannot number the rows of an entry, by key/value head, or `None`."""
+    rows = spec.num_key_value_heads * (spec.query_length or 0) * spec.num_active_heads
+    if rows >= 2**31:
+        return f"it numbers {rows} rows, which is more than an int32 can hold"
+    return None
 
 
 def neighbours(sizes: Blocks) -> list[Blocks]:
