@@ -192,6 +192,11 @@ def test_unknown_names_are_refused(name):
         ({"num_heads": [4]}, r"num_heads.*list of 2 integers.*\[4\]"),
         ({"top_k": [1, 5]}, "top_k=5 with 2 routed heads"),
         ({"label_dropout": 1.0}, "label_dropout.*1.0"),
+        ({"top_k": None}, "top_k.*None"),
+        ({"router": None}, "num_shared_heads.*None with router=None.*2"),
+        ({"router": None, "num_shared_heads": None}, "top_k.*None with router=None.*1"),
+        ({"router": "one_stage"}, "router.*one_stage"),
+        ({"router": keras_moh.TwoStageRouter(4, 2, 1)}, "router.*name of a router.*TwoStage"),
     ],
 )
 def test_arguments_out_of_range_are_refused(changes, match):
@@ -340,6 +345,47 @@ def test_every_wrong_weight_is_listed_and_nothing_changed(tmp_path):
     ]
     for actual, expected in zip(weights_of(model), before, strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+def plain_dit() -> MoHDiT:
+    """The golden model without routers."""
+    config = GOLDEN.model().get_config()
+    return MoHDiT.from_config(config | {"num_shared_heads": None, "top_k": None, "router": None})
+
+
+def test_without_routers_it_is_the_dit(tmp_path):
+    """Of the same names but for the routers', and each attention is Keras's."""
+    model = plain_dit()
+    path = write_safetensors(tmp_path / "official.safetensors", GOLDEN.weights)
+    with pytest.raises(ValueError, match="unexpected") as error:
+        model.load_official(path)
+    unexpected = [line.split()[-1] for line in str(error.value).splitlines()[1:]]
+    assert unexpected
+    assert all(".attn.wg" in name for name in unexpected)
+    weights = {k: v for k, v in GOLDEN.weights.items() if k not in unexpected}
+    model.load_official(write_safetensors(tmp_path / "plain.safetensors", weights))
+
+    names = [f"block_{i}_attention" for i in range(GOLDEN.config["depth"])]
+    inside = [tensor for x in map(model.get_layer, names) for tensor in (x.input, x.output)]
+    inside = keras.Model(model.input, inside)(GOLDEN.inputs())
+    for name, tokens, output in zip(names, inside[::2], inside[1::2], strict=True):
+        layer = model.get_layer(name)
+        attention = keras.layers.MultiHeadAttention(layer.num_heads, layer.key_dim)
+        attention.build(tokens.shape, tokens.shape)
+        attention.set_weights(layer.get_weights())
+        assert_close(output, to_numpy(attention(tokens, tokens)))
+
+    model.save(tmp_path / "plain.keras")
+    again = keras.saving.load_model(tmp_path / "plain.keras")
+    assert again.get_config() == model.get_config()
+
+
+def test_the_router_of_query_norms_has_no_weights_to_load(tmp_path):
+    config = GOLDEN.model().get_config() | {"router": "query_norm"}
+    weights = {k: v for k, v in GOLDEN.weights.items() if ".attn.wg" not in k}
+    model = MoHDiT.from_config(config)
+    model.load_official(write_safetensors(tmp_path / "plain.safetensors", weights))
+    assert np.isfinite(to_numpy(model(GOLDEN.inputs()))).all()
 
 
 def test_not_after_lora(tmp_path):

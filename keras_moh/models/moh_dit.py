@@ -21,6 +21,7 @@ from keras_moh.models.parts import (
     images_of,
     loss_weight,
     patches,
+    routed_by_layer,
 )
 from keras_moh.moh_attention import MoHAttention
 
@@ -66,8 +67,10 @@ class MoHDiT(keras.Model):
         hidden_size: Features `D` of a token, a multiple of 4.
         depth: Number of layers.
         num_heads: Number of attention heads: one number, or a list with one for each layer.
-        num_shared_heads: Of these, the heads that every token takes, likewise.
+        num_shared_heads: Of these, the heads that every token takes, likewise. Required unless
+            `router` is `None`.
         top_k: Routed heads that a token takes beside them, likewise; 0 where all are shared.
+            Required unless `router` is `None`.
         key_dim: Features of a head. Defaults to `hidden_size // num_heads` of the layer.
         mlp_ratio: Width of the hidden layer of each MLP by `hidden_size`. Defaults to 4.
         num_channels: Channels `C` of the images. Defaults to 4, those of the usual latents.
@@ -76,6 +79,8 @@ class MoHDiT(keras.Model):
             needs it; with 0 there is no such class. Defaults to 0.1.
         balance_loss_weight: Weight of the load-balancing loss, averaged over the routed layers.
             Defaults to 0.01.
+        router: As of `MoHAttention`, by name. With `None` this is the plain DiT, of multi-head
+            attention. Defaults to `"two_stage"`.
         dtype: Dtype or policy of the layers. Defaults to Keras's global policy.
         name: Name of the model.
 
@@ -113,21 +118,24 @@ class MoHDiT(keras.Model):
         hidden_size: int,
         depth: int,
         num_heads: int | Sequence[int],
-        num_shared_heads: int | Sequence[int],
-        top_k: int | Sequence[int],
+        num_shared_heads: int | Sequence[int] | None = None,
+        top_k: int | Sequence[int] | None = None,
         key_dim: int | None = None,
         mlp_ratio: float = 4.0,
         num_channels: int = 4,
         learn_sigma: bool = True,
         label_dropout: float = 0.1,
         balance_loss_weight: float = 0.01,
+        router: str | None = "two_stage",
         dtype: Any = None,
         name: str | None = None,
     ) -> None:
         depth = integer("depth", depth, 1)
         num_heads = by_layer("num_heads", num_heads, depth, 1)
-        num_shared_heads = by_layer("num_shared_heads", num_shared_heads, depth, 0)
-        top_k = by_layer("top_k", top_k, depth, 0)
+        if router is not None and not isinstance(router, str):
+            raise invalid_argument("router", "the name of a router, or None", router)
+        shared_by_layer = routed_by_layer("num_shared_heads", num_shared_heads, depth, router)
+        top_k_by_layer = routed_by_layer("top_k", top_k, depth, router)
         check_multiple("image_size", image_size, "patch_size", patch_size)
         if integer("hidden_size", hidden_size, 1) % 4:
             raise invalid_argument("hidden_size", "a multiple of 4", hidden_size)
@@ -177,9 +185,10 @@ class MoHDiT(keras.Model):
             attention = MoHAttention(
                 num_heads[i],
                 key_dim or hidden_size // num_heads[i],
-                num_shared_heads=num_shared_heads[i],
-                top_k=top_k[i],
-                balance_loss_weight=loss_weight(balance_loss_weight, top_k),
+                num_shared_heads=shared_by_layer[i],
+                top_k=top_k_by_layer[i],
+                router=router,
+                balance_loss_weight=loss_weight(balance_loss_weight, top_k_by_layer),
                 name=f"block_{i}_attention",
                 dtype=policy,
             )
@@ -220,6 +229,7 @@ class MoHDiT(keras.Model):
             "learn_sigma": learn_sigma,
             "label_dropout": label_dropout,
             "balance_loss_weight": balance_loss_weight,
+            "router": router,
         }
 
     @classmethod
@@ -297,6 +307,8 @@ class MoHDiT(keras.Model):
     def load_official(self, path: str | Path) -> None:
         """Load a checkpoint of the authors' MoH-DiT, or one made by their training program.
 
+        With `router=None` it is one of the DiT (arXiv 2212.09748), whose names are the same.
+
         Averaged weights (`ema`) are taken where a file has them beside others. A file is read as
         weights only: what could run code is refused.
 
@@ -330,13 +342,18 @@ class MoHDiT(keras.Model):
             *linear("final_layer.linear", layer("final")),
             *linear("final_layer.adaLN_modulation.1", layer("final_modulation")),
         ]
+        router_has_weights = self._arguments["router"] == "two_stage"
         for i in range(self._arguments["depth"]):
             attention = layer(f"block_{i}_attention")
             projections = [attention.query_dense, attention.key_dense, attention.value_dense]
             places += [
                 *checkpoints.stacked(f"blocks.{i}.attn.qkv", projections),
                 *linear(f"blocks.{i}.attn.proj", attention.output_dense, inputs=2),
-                *checkpoints.router(f"blocks.{i}.attn.", attention.router),
+                *(
+                    checkpoints.router(f"blocks.{i}.attn.", attention.router)
+                    if router_has_weights
+                    else []
+                ),
                 *linear(f"blocks.{i}.mlp.fc1", layer(f"block_{i}_mlp_1")),
                 *linear(f"blocks.{i}.mlp.fc2", layer(f"block_{i}_mlp_2")),
                 *linear(f"blocks.{i}.adaLN_modulation.1", layer(f"block_{i}_modulation")),

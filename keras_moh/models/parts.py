@@ -16,7 +16,7 @@ from keras import ops
 from keras_moh.errors import integer, invalid_argument
 
 
-def by_layer(name: str, value: int | Sequence[int], depth: int, minimum: int) -> tuple[int, ...]:
+def by_layer(name: str, value: Any, depth: int, minimum: int) -> tuple[int, ...]:
     """`value` for each of `depth` layers: one number for all of them, or a list of as many."""
     if not isinstance(value, (list, tuple)):
         return (integer(name, value, minimum),) * depth
@@ -26,6 +26,17 @@ def by_layer(name: str, value: int | Sequence[int], depth: int, minimum: int) ->
     return tuple(integer(name, each, minimum) for each in value)
 
 
+def routed_by_layer(
+    name: str, value: int | Sequence[int] | None, depth: int, router: Any
+) -> tuple[int | None, ...]:
+    """A number of heads that the `router` gives a token, for each of `depth` layers."""
+    if router is not None:
+        return by_layer(name, value, depth, 0)
+    if value is not None:
+        raise invalid_argument(name, "None with router=None", value)
+    return (None,) * depth
+
+
 def check_multiple(name: str, value: Any, divisor_name: str, divisor: Any) -> None:
     """Check that argument `name` is a positive multiple of argument `divisor_name`."""
     integer(divisor_name, divisor, 1)
@@ -33,9 +44,9 @@ def check_multiple(name: str, value: Any, divisor_name: str, divisor: Any) -> No
         raise invalid_argument(name, f"a multiple of {divisor_name}={divisor}", value)
 
 
-def loss_weight(balance_loss_weight: float, top_k: Sequence[int]) -> float:
+def loss_weight(balance_loss_weight: float, top_k: Sequence[int | None]) -> float:
     """The weight of each layer's balancing loss, so that their sum is a mean of routed layers."""
-    return balance_loss_weight / max(sum(k > 0 for k in top_k), 1)
+    return balance_loss_weight / max(sum(map(bool, top_k)), 1)
 
 
 def patches(images: Any, size: int) -> Any:
