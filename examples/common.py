@@ -94,15 +94,17 @@ def add_time_again(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-again", action="store_true", help=text)
 
 
-def image_parser(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
-    """The options of the examples that classify the images of Fashion-MNIST."""
+def image_parser(
+    description: str, output: str, epochs: int, depth: int = 2
+) -> argparse.ArgumentParser:
+    """The options of the examples on the images of Fashion-MNIST; some by default."""
     parser = comparison_parser(description, "jax", output)
     parser.add_argument(
         "--source", choices=["keras", "debian"], default="keras", help="of the images"
     )
     for name, default, text in [
         ("epochs", epochs, "passes over the training images"),
-        ("depth", 2, "layers of the model"),
+        ("depth", depth, "layers of the model"),
         ("samples", None, "training images to use, all if not given"),
     ]:
         parser.add_argument(
