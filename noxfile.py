@@ -87,7 +87,7 @@ def pretrained(session: nox.Session, model: str) -> None:
 
 
 @nox.session
-@nox.parametrize("example", ["fashion_mnist", "austen", "ablations"])
+@nox.parametrize("example", ["fashion_mnist", "fashion_dit", "austen", "ablations"])
 def trained(session: nox.Session, example: str) -> None:
     """Train small models with MoH and with plain attention, and compare them.
 

@@ -40,6 +40,9 @@ add_time_again(PARSER)
 PARSER.add_argument(
     "--draws", metavar="N", type=integer_from(4), default=100, help="images of a kind to measure by"
 )
+PARSER.add_argument(
+    "--sampler-steps", metavar="N", type=integer_from(2), default=50, help="of drawing, by DDIM"
+)
 OPTIONS = PARSER.parse_args()
 use_backend(OPTIONS.backend)
 try:
@@ -63,7 +66,6 @@ BUDGETS: dict[str, dict[str, Any]] = {
 KINDS = 10
 BATCH_SIZE = 64
 GUIDANCE_SCALE = 2.0
-SAMPLER_STEPS = 50  # of DDIM
 SHOWN = 4  # drawings of each kind
 
 
@@ -113,10 +115,10 @@ def make_trainer(budget: dict[str, Any], depth: int, steps: int) -> keras.Model:
     return trainer
 
 
-def draw(network: keras_moh.models.MoHDiT, count: int) -> np.ndarray:
+def draw(network: keras_moh.models.MoHDiT, count: int, steps: int) -> np.ndarray:
     """Drawings of each kind `(kind, count, 28, 28)`, of pixels from 0 to 255."""
     sampler = keras_moh.models.DiffusionSampler(
-        network, "ddim", SAMPLER_STEPS, batch_size=min(KINDS * count, 100), clip=True
+        network, "ddim", steps, batch_size=min(KINDS * count, 100), clip=True
     )
     drawn = sampler.sample(np.repeat(np.arange(KINDS), count), GUIDANCE_SCALE, seed=0)
     return np.round((drawn + 1) * 127.5).astype("uint8").reshape(KINDS, count, 28, 28)
@@ -204,7 +206,7 @@ def draw_sheet(folder: Path) -> Figure:
 
 def main() -> None:
     output, count = OPTIONS.output, OPTIONS.draws
-    names = "backend", "epochs", "depth", "samples", "draws"
+    names = "backend", "epochs", "depth", "samples", "draws", "sampler_steps"
     comparison = Comparison(output, {name: getattr(OPTIONS, name) for name in names})
     (output / "drawings").mkdir(exist_ok=True)
     images, labels, test_images, test_labels = load_images(OPTIONS)
@@ -216,7 +218,7 @@ def main() -> None:
 
     def measure(file: Path, trainer: keras.Model) -> dict[str, float]:
         trainer.optimizer.finalize_variable_values(trainer.trainable_variables)  # the averages
-        drawings = draw(trainer.network, count)
+        drawings = draw(trainer.network, count, OPTIONS.sampler_steps)
         np.save(file, drawings[:, :SHOWN])
         pixels = drawings.reshape(-1, 28, 28, 1).astype("float32") / 255
         measures = judge.measures(pixels, np.repeat(np.arange(KINDS), count))
