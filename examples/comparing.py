@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 from common import mean_and_range
 from matplotlib.figure import Figure
 
@@ -86,6 +87,11 @@ class Comparison:
         model = make()
         backup = self.folder / "backup" / f"{variant} {seed}".replace(" ", "_")
         batches.start(0)
+
+        def begin(epoch: int, logs: Any) -> None:
+            batches.start(epoch)
+            start_random_layers(model, seed, epoch)
+
         # Keras's own `fit`: that of keras-hub's models takes arrays and datasets only.
         keras.Model.fit(
             model,
@@ -96,9 +102,7 @@ class Comparison:
                 keras.callbacks.BackupAndRestore(
                     str(backup), double_checkpoint=True, delete_checkpoint=False
                 ),
-                keras.callbacks.LambdaCallback(
-                    on_epoch_begin=lambda epoch, _: batches.start(epoch)
-                ),
+                keras.callbacks.LambdaCallback(on_epoch_begin=begin),
             ],
         )
         runs[str(seed)] = {"parameters": model.count_params(), **measure(model)}
@@ -183,6 +187,17 @@ def optimizer(steps: int) -> keras.Optimizer:
         0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup
     )
     return keras.optimizers.AdamW(learning_rate, weight_decay=0.05)
+
+
+def start_random_layers(model: keras.Model, seed: int, epoch: int) -> None:
+    """Let what layers draw in an epoch depend on these alone: a backup lacks their states.
+
+    On PyTorch `Dropout` without a seed has none, and draws from PyTorch's own numbers.
+    """
+    random = np.random.default_rng((seed, epoch))
+    keras.utils.set_random_seed(int(random.integers(2**31)))
+    for state in [x for x in model.variables if x.name == "seed_generator_state"]:
+        state.assign(random.integers(2**32, size=state.shape, dtype="uint32"))
 
 
 def integers(random: Any, count: int) -> Sequence[int]:

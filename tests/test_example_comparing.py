@@ -43,10 +43,14 @@ def batches(comparing):
 
 
 def make():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
-    # Adam has moments, and the schedule a step: a training that goes on needs them, too.
+    layers = [keras.layers.Dense(2), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    # Adam has moments, the schedule a step, weights their averages, and dropout the state of its
+    # random numbers: a training that goes on needs them, too.
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 12)
-    model.compile(optimizer=keras.optimizers.Adam(schedule), loss="mse")
+    model.compile(
+        optimizer=keras.optimizers.Adam(schedule, use_ema=True, ema_momentum=0.8), loss="mse"
+    )
     return model
 
 
