@@ -97,9 +97,9 @@ def compact(options: Options) -> Iterator[Record]:
             routing_groups=4,
             training=training,
         )
-        # Each beside the dense one alone: what comes after a program of much memory is slower.
-        for name in ("compact", CHOSEN):
-            yield options.measure(case, [DENSE, name])
+        # Two at a time: what comes after a program of much memory is slower.
+        for dense, name in itertools.product((KERAS, DENSE), ("compact", CHOSEN)):
+            yield options.measure(case, [dense, name])
 
 
 def convert(options: Options) -> Iterator[Record]:

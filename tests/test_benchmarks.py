@@ -340,8 +340,10 @@ def test_summaries():
     grid = report.grid([{**results_by_hand("grid"), "records": [plain, a_record()]}])
     assert "1 of 2 cases" in grid
     assert "50% of 12 heads, plain |          2.00 |" in grid
-    compact = report.compact([results_by_hand("compact")])
-    assert "4.00 |       1.50 | 267% ✓" in compact
+    pair = a_record()
+    pair["seconds"] = {name: pair["seconds"][name] for name in (DENSE, CHOSEN)}
+    compact = report.compact([result_of("compact", [pair])])
+    assert "router=None |     4.00 |       1.50 | 267% ✓" in compact
     converted = a_record()
     converted["seconds"] |= {CONVERTED_REFERENCE: {"jit": [0.010]}, CONVERTED: {"jit": [0.004]}}
     assert "0.80 |    2.00 ✓" in report.convert([result_of("convert", [converted])])
