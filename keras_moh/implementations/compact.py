@@ -45,7 +45,7 @@ def attend(
     num_heads = query.shape[2]
     if heads.shape[-1] == num_heads:
         return _attend_slots(query, key, value, gates, options), None
-    query = ops.take_along_axis(query, ops.expand_dims(heads, -1), axis=2)
+    query = _vectors(query, heads)
     return _place(_attend_slots(query, key, value, gates, options), heads, num_heads), None
 
 
@@ -107,5 +107,16 @@ def _place(values: Any, heads: Any, num_heads: int) -> Any:
     """`(B, T, K, dv)` as `(B, T, H, dv)`, with zeros where a head is not taken."""
     taken = taken_heads(heads, num_heads)
     slots = ops.maximum(ops.cumsum(ops.cast(taken, "int32"), axis=-1) - 1, 0)
-    values = ops.take_along_axis(values, ops.expand_dims(slots, -1), axis=2)
+    values = _vectors(values, slots)
     return ops.where(ops.expand_dims(taken, -1), values, ops.zeros_like(values))
+
+
+def _vectors(dense: Any, chosen: Any) -> Any:
+    """Of each token's vectors `(B, T, H, d)` those that it chose: `(B, T, K, d)` for `(B, T, K)`.
+
+    Whole vectors are copied, where `ops.take_along_axis` would look up number by number.
+    """
+    batch, length, count, features = ops.shape(dense)
+    tokens = ops.reshape(ops.arange(batch * length, dtype="int32"), (batch, length, 1))
+    flat = ops.reshape(dense, (batch * length * count, features))
+    return ops.take(flat, tokens * count + ops.cast(chosen, "int32"), axis=0)
