@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.cases import FIRST_LENGTHS, Core
+from benchmarks.gpu.cases import Core
 from benchmarks.gpu.data import Data
 from keras_moh import Routing, routed_attention
 
@@ -90,7 +90,6 @@ def _sdpa(backend: SDPBackend, case: Core, data: Data) -> Program:
 
 
 def _flex(case: Core, data: Data) -> Program:
-    _check_compilation(case, data, FIRST_LENGTHS)
     mask = None
     if case.is_causal:
         mask = create_block_mask(
@@ -98,20 +97,20 @@ def _flex(case: Core, data: Data) -> Program:
             *(None, None, case.length, case.length),
             device=data.query.device.type,
         )
-    attend = _flex_function(data)
+    leaves = _heads_first(data)
+    attend = _flex_function(case, leaves)
 
     def call(query: Any, key: Any, value: Any) -> torch.Tensor:
         return attend(query, key, value, block_mask=mask, enable_gqa=_shares_keys(case))
 
-    return Program(_heads_first(data), call, _transposed, _all_transposed)
+    return Program(leaves, call, _transposed, _all_transposed)
 
 
 def _flex_rows(case: Core, data: Data) -> Program:
-    is_chosen = (case.share, case.key_dim) == (0.5, 64)
-    _check_compilation(case, data, FIRST_LENGTHS[-1:] if is_chosen else ())
+    if data.query.is_cuda and (case.length, case.share, case.key_dim) != (4096, 0.5, 64):
+        raise UnavailableError("its mask takes long to make: it is one for each list of rows")
     rows = _rows(case, data)
-    block = 128
-    length = -(-int(rows.counts.max()) // block) * block
+    length = -(-int(rows.counts.max()) // _FLEX_BLOCK) * _FLEX_BLOCK
     first = rows.counts.cumsum(0) - rows.counts
     number = torch.arange(len(rows.lists), device=first.device) - first[rows.lists]
     place = rows.lists * length + number
@@ -128,7 +127,9 @@ def _flex_rows(case: Core, data: Data) -> Program:
         *(case.batch, case.groups, length, case.key_length),
         device=data.query.device.type,
     )
-    attend = _flex_function(data)
+    query, key, value, gates = rows.gathered(data)
+    leaves = [padded(query), key, value, padded(gates)]
+    attend = _flex_function(case, leaves[:3])
 
     def call(query: Any, key: Any, value: Any, gates: Any) -> torch.Tensor:
         output = attend(query, key, value, block_mask=mask)
@@ -139,8 +140,6 @@ def _flex_rows(case: Core, data: Data) -> Program:
             rows.of_slots(x.flatten()[place]) for x in results[4:]
         ]
 
-    query, key, value, gates = rows.gathered(data)
-    leaves = [padded(query), key, value, padded(gates)]
     return Program(leaves, call, lambda x: padded(rows.of_heads(x)), answer)
 
 
@@ -249,21 +248,39 @@ def _heads_first(data: Data) -> Tensors:
     return _all_transposed([data.query, data.key, data.value])
 
 
-def _check_compilation(case: Core, data: Data, lengths: tuple[int, ...]) -> None:
-    """What is compiled for each case, for some seconds, is measured at these lengths alone."""
-    if data.query.is_cuda and (case.length not in lengths or case.cache):
-        raise UnavailableError("it is compiled for each case, for which there is no time here")
+# The queries and keys of which FlexAttention's kernels are made to take whole blocks.
+_FLEX_BLOCK = 128
 
 
-def _flex_function(data: Data) -> Callable[..., Any]:
-    return _compiled_flex() if data.query.is_cuda else flex_attention
+def _flex_function(case: Core, tensors: Tensors) -> Callable[..., Any]:
+    """`flex_attention` for query, key and value, compiled where its kernels are."""
+    if not tensors[0].is_cuda:
+        return flex_attention
+    if case.cache:
+        raise UnavailableError("it is compiled for blocks of queries, not for a step of decoding")
+    for x in tensors:
+        for axis in (1, 3):  # Heads and features are numbers in its kernels.
+            torch._dynamo.mark_static(x, axis)
+    return _compiled_flex()
 
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    # Else it goes on uncompiled after some shapes.
+    """`flex_attention`, compiled once for all lengths of each kind of heads and masks.
+
+    To compile it takes seconds, which there are not for every length. Of unknown lengths it would
+    look in every tile where they end, as it does not of fixed ones; being told that they are whole
+    blocks, it makes of both the same kernels, up to numbers that they are given or have in them.
+    """
+    # Else it goes on uncompiled after some kinds.
     torch._dynamo.config.recompile_limit = 1000
-    return torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+        for x in (query, key):
+            torch._check(x.shape[2] % _FLEX_BLOCK == 0)
+        return flex_attention(query, key, value, **options)
+
+    return torch.compile(attend, dynamic=True, fullgraph=True)
 
 
 _MAKERS: dict[str, Callable[[Core, Data], Program]] = {
