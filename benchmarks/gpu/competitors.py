@@ -28,6 +28,9 @@ FLEX_ROWS, VARLEN_ROWS = "FlexAttention of rows", "varlen_attn of rows"
 OF_ALL_HEADS = (FLASH, CUDNN, FLEX)
 OF_HEADS_TAKEN = (OURS, REFERENCE, FLEX_ROWS, VARLEN_ROWS)
 
+# The rows and keys of which FlexAttention's kernels take whole blocks.
+_FLEX_BLOCK = 128
+
 Tensors = list[torch.Tensor]
 
 
@@ -97,13 +100,12 @@ def _flex(case: Core, data: Data) -> Program:
             *(None, None, case.length, case.length),
             device=data.query.device.type,
         )
-    leaves = _heads_first(data)
-    attend = _flex_function(case, leaves)
+    attend = _flex_function(case, data)
 
     def call(query: Any, key: Any, value: Any) -> torch.Tensor:
         return attend(query, key, value, block_mask=mask, enable_gqa=_shares_keys(case))
 
-    return Program(leaves, call, _transposed, _all_transposed)
+    return Program(_heads_first(data), call, _transposed, _all_transposed)
 
 
 def _flex_rows(case: Core, data: Data) -> Program:
@@ -127,9 +129,7 @@ def _flex_rows(case: Core, data: Data) -> Program:
         *(case.batch, case.groups, length, case.key_length),
         device=data.query.device.type,
     )
-    query, key, value, gates = rows.gathered(data)
-    leaves = [padded(query), key, value, padded(gates)]
-    attend = _flex_function(case, leaves[:3])
+    attend = _flex_function(case, data)
 
     def call(query: Any, key: Any, value: Any, gates: Any) -> torch.Tensor:
         output = attend(query, key, value, block_mask=mask)
@@ -140,6 +140,8 @@ def _flex_rows(case: Core, data: Data) -> Program:
             rows.of_slots(x.flatten()[place]) for x in results[4:]
         ]
 
+    query, key, value, gates = rows.gathered(data)
+    leaves = [padded(query), key, value, padded(gates)]
     return Program(leaves, call, lambda x: padded(rows.of_heads(x)), answer)
 
 
@@ -248,19 +250,12 @@ def _heads_first(data: Data) -> Tensors:
     return _all_transposed([data.query, data.key, data.value])
 
 
-# The queries and keys of which FlexAttention's kernels are made to take whole blocks.
-_FLEX_BLOCK = 128
-
-
-def _flex_function(case: Core, tensors: Tensors) -> Callable[..., Any]:
-    """`flex_attention` for query, key and value, compiled where its kernels are."""
-    if not tensors[0].is_cuda:
+def _flex_function(case: Core, data: Data) -> Callable[..., Any]:
+    """`flex_attention`, compiled where its kernels are."""
+    if not data.query.is_cuda:
         return flex_attention
     if case.cache:
         raise UnavailableError("it is compiled for blocks of queries, not for a step of decoding")
-    for x in tensors:
-        for axis in (1, 3):  # Heads and features are numbers in its kernels.
-            torch._dynamo.mark_static(x, axis)
     return _compiled_flex()
 
 
@@ -268,19 +263,30 @@ def _flex_function(case: Core, tensors: Tensors) -> Callable[..., Any]:
 def _compiled_flex() -> Callable[..., Any]:
     """`flex_attention`, compiled once for all lengths of each kind of heads and masks.
 
-    To compile it takes seconds, which there are not for every length. Of unknown lengths it would
-    look in every tile where they end, as it does not of fixed ones; being told that they are whole
-    blocks, it makes of both the same kernels, up to numbers that they are given or have in them.
+    To compile it takes seconds, which there are not for each length. Of lengths that may be any,
+    its kernels look in every tile where they end, which those of a fixed length do not. Told that
+    they are whole blocks, these do not either: in PyTorch 2.13 their code is the same, tiles and
+    all, but for lengths and strides, which they are given. For sm_90 they have as many matrix
+    instructions, and up to a tenth more of the others. How long they take was not compared.
     """
     # Else it goes on uncompiled after some kinds.
     torch._dynamo.config.recompile_limit = 1000
 
+    @torch.compile(dynamic=True, fullgraph=True)
     def attend(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
-        for x in (query, key):
+        output = flex_attention(query, key, value, **options)
+        # Not before it, where lengths are not yet known to be those of the mask.
+        for x in (query, key, value):
             torch._check(x.shape[2] % _FLEX_BLOCK == 0)
-        return flex_attention(query, key, value, **options)
+        return output
 
-    return torch.compile(attend, dynamic=True, fullgraph=True)
+    def with_fixed_heads(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        for x in tensors:
+            torch._dynamo.mark_static(x, 1)
+            torch._dynamo.mark_static(x, 3)
+        return attend(*tensors, **options)
+
+    return with_fixed_heads
 
 
 _MAKERS: dict[str, Callable[[Core, Data], Program]] = {
