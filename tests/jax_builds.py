@@ -31,6 +31,8 @@ CASES = {
     "causal window": Case(keys=1531, is_causal=True, sliding_window=100, dtype="float32"),
     "short": Case(queries=37, keys=41, groups=4, widths=(16, 24), sliding_window=9),
     "decoding": Case(queries=1, keys=4096, is_causal=True),
+    "decoding, padding": Case(8, 1, 32768, groups=1, mask=(8, 1, 1, 32768), widths=(128, 128)),
+    "decoding, mask": Case(queries=3, keys=1531, mask=(1, 1, 3, 1531), dtype="float32"),
     "padding": Case(keys=1000, mask=(2, 1, 1, 1000), dtype="float16"),
     "mask": Case(mask=(1, 1, 1024, 1024), widths=(256, 256), dtype="float32", is_causal=True),
 }

@@ -125,3 +125,29 @@ def shape_of_heads(groups: int, width: int) -> dict[str, Any]:
         **{"queries": 23, "keys": 41, "heads": 8, "taken": 3, "groups": groups},
         **{"widths": (width, width), "load": "uneven", "some_gates_are_0": True},
     }
+
+
+# Steps of decoding, whose keys are split: here in 4 parts, of tiles of 16 -------------------------
+
+OPTIONS_OF_DECODING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"is_causal": True, "causal_offset": 56},
+    "no key": {"is_causal": True, "causal_offset": -1},  # for the first row, or the only one
+    "one key": {"is_causal": True, "causal_offset": 0},
+    "window": {"is_causal": True, "causal_offset": 50, "sliding_window": 20},
+    "beyond": {"sliding_window": 3, "causal_offset": 70},
+    "lengths": {"mask": padding(17, 0, length=59)[:, None, None]},  # 2 and 4 empty parts
+    "lengths, causal": {
+        "is_causal": True,
+        "causal_offset": 40,
+        "mask": padding(3, 59, length=59)[:, None, None],
+    },
+    "holes": {"mask": (np.arange(59) // 16 % 2 == 1)[None, None, None]},  # not one key of a part
+}
+
+
+def shape_of_decoding(queries: int, groups: int) -> dict[str, Any]:
+    return {
+        **{"queries": queries, "keys": 59, "heads": 8, "taken": 3, "groups": groups},
+        "some_gates_are_0": True,
+    }

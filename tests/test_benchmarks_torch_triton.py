@@ -4,6 +4,8 @@ Competitors that a CPU does not have are replaced by plain functions of the same
 what the benchmark makes of them is tested all the same.
 """
 
+import functools
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -18,6 +20,7 @@ if keras.backend.backend() != "torch" or not is_installed("triton"):
     pytest.skip("of another backend, or without its extra", allow_module_level=True)
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from benchmarks import __main__ as main
 from benchmarks.gpu import cases, command, competitors, report, suite, timing
@@ -142,6 +145,10 @@ def test_every_competitor_is_right(name: str, case: Core) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_itself(name: str, case: Core) -> None:
     """Its outputs: on a CPU it has no gradients."""
+    check_output(name, case)
+
+
+def check_output(name: str, case: Core) -> None:
     data = draw(case, CPU)
     data = of_all_heads(data) if name == FLEX else data
     program = competitors.make(name, case, data)
@@ -151,6 +158,46 @@ def test_flex_attention_itself(name: str, case: Core) -> None:
     (wanted,) = expected(case, data, tokens, gradients=False)
     (output,) = program.answer(program.forward())
     torch.testing.assert_close(output.double(), wanted, rtol=0, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_is_compiled_once_for_all_lengths(
+    is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each kind of heads, and for a batch of one, with lengths known as whole blocks."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        query, key, value = (
+            x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()
+        )
+        for x in (query, key, value):
+            assert isinstance(x.shape[2], torch.SymInt)
+            assert statically_known_true(x.shape[2] % 128 == 0)
+            assert isinstance(x.shape[1], int)
+            assert isinstance(x.shape[3], int)
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compiled = functools.cache(competitors._compiled_flex.__wrapped__)
+    monkeypatch.setattr(competitors, "_flex_function", lambda *_: compiled())
+    counts = []
+    with torch._dynamo.config.patch(recompile_limit=8):  # and what it was after it
+        for groups, length in itertools.product((2, 4), (256, 384, 768, 1536)):
+            shape = {"length": length, "batch": 1536 // length, "groups": groups}
+            check_output(FLEX, replace(TINY, **shape, is_causal=is_causal, dtype="float32"))
+            counts.append(len(graphs))
+    assert counts == [1, 1, 1, 2, 3, 3, 3, 4]
+
+
+def test_flex_attention_serves_at_every_length() -> None:
+    assert {case.length % competitors._FLEX_BLOCK for case in cases.cases() if not case.cache} == {
+        0
+    }
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -245,15 +292,24 @@ def test_cases_are_those_that_were_asked_for() -> None:
     }
 
 
-def test_bars() -> None:
-    def bars(case: Core) -> dict[tuple[str, str], float | None]:
-        found = {
-            (measured, name): report.bar(case, measured, name)
-            for measured in case.passes
-            for name in (*OF_ALL_HEADS, REFERENCE)
-        }
-        return {key: wanted for key, wanted in found.items() if wanted is not None}
+def bars(case: Core) -> dict[tuple[str, str], float | None]:
+    found = {
+        (measured, name): report.bar(case, measured, name)
+        for measured in case.passes
+        for name in (*OF_ALL_HEADS, REFERENCE)
+    }
+    return {key: wanted for key, wanted in found.items() if wanted is not None}
 
+
+def test_cases_with_bars_come_first() -> None:
+    """Time may not suffice for the last: only the first kind of heads has all lengths at once."""
+    found = list(cases.cases())
+    last = max(number for number, case in enumerate(found) if case.share == 0.5 and bars(case))
+    others = [case for case in found[:last] if not bars(case)]
+    assert {(case.key_dim, case.groups) for case in others} == {cases.HEADS[0]}
+
+
+def test_bars() -> None:
     assert bars(Core(256)) == bars(Core(1024)) == bars(Core(4096, active=24)) == {}
     assert bars(Core(512)) == {(FORWARD, FLASH): 1.6, (FORWARD, FLEX): 1.6}
     long = {(FORWARD, FLASH): 1.85, (FORWARD, FLEX): 1.85, (FORWARD, CUDNN): 1.4}

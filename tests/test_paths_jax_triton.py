@@ -15,7 +15,12 @@ import pytest
 
 from keras_moh import UnsupportedError, implementations
 from tests.conftest import is_installed
-from tests.paths import OPTIONS_OF_HEADS, shape_of_heads
+from tests.paths import (
+    OPTIONS_OF_DECODING,
+    OPTIONS_OF_HEADS,
+    shape_of_decoding,
+    shape_of_heads,
+)
 from tests.samples import padding
 from tests.test_paths import large_spec
 from tests.test_routed_attention import OPTIONS as ALL_OPTIONS
@@ -29,7 +34,7 @@ import jax.numpy as jnp
 import jax_triton as package
 
 from keras_moh.implementations import jax_triton
-from keras_moh.implementations.triton_blocks import Blocks
+from keras_moh.implementations.triton_blocks import Blocks, splits
 
 NAME = "jax_triton"
 PATH = Path(NAME, "eager")
@@ -141,6 +146,81 @@ def test_heads(number: int, width: int, groups: int) -> None:
     dtype = DTYPES[(number + number // 3) % 3]
     options = list(OPTIONS_OF_HEADS.values())[number % 4]
     check(PATH, shape_of_heads(groups, width), options, dtype)
+
+
+# Few rows and many keys ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels launched, and their grids. Keys are split in 4, in tiles of 16."""
+    launches: list[tuple[str, tuple[int, ...]]] = []
+    launch = jax_triton._launch
+
+    def record(name: str, grid: tuple[int, ...], *rest: Any, **more: Any) -> Any:
+        launches.append((name, grid))
+        return launch(name, grid, *rest, **more)
+
+    monkeypatch.setattr(jax_triton, "_launch", record)
+    monkeypatch.setattr(jax_triton, "blocks", lambda *_: Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(jax_triton, "splits", lambda *_: 4)
+    return launches
+
+
+BACKWARD = ["backward_query_kernel", "backward_key_value_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("queries", "groups", "dtype"),
+    [(1, 8, "float32"), (2, 2, "float16"), (1, 2, "bfloat16"), (2, 1, "float32")],
+)
+@pytest.mark.parametrize("options", OPTIONS_OF_DECODING.values(), ids=OPTIONS_OF_DECODING)
+def test_keys_are_split(
+    options: dict[str, Any],
+    groups: int,
+    queries: int,
+    dtype: str,
+    launched: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Values and gradients, with parts of which nothing is seen, and rows without a key."""
+    check(PATH, shape_of_decoding(queries, groups), options, dtype)
+    names = [name for name, _ in launched]
+    assert names == ["forward_kernel", "combine_kernel", *BACKWARD]
+    assert [len(grid) for _, grid in launched] == [2, 1, 1, 1]
+    assert launched[0][1][1] == 4
+
+
+@pytest.mark.parametrize("parts", [3, 7])
+def test_many_parts(parts: int, launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are combined at once; of 7 some are empty."""
+    monkeypatch.setattr(jax_triton, "splits", lambda *_: parts)
+    monkeypatch.setattr(jax_triton, "COMBINE", Blocks(1, 2, 4, 1))
+    check(PATH, {"queries": 1, "keys": 59, "heads": 4, "taken": 2, "groups": 2}, {}, "float32")
+    assert launched[0][1][1] == parts
+    assert launched[1][0] == "combine_kernel"
+
+
+def test_a_mask_of_pairs_is_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    check(PATH, shape_of_decoding(3, 2), {"mask": some_mask(2, 1, 3, 59)}, "float32")
+    assert launched[1][0] == "combine_kernel"
+
+
+def test_long_lists_are_not_split(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    check(PATH, shape_of_decoding(17, 8), {}, "float32")
+    assert [name for name, _ in launched] == ["forward_kernel", *BACKWARD]
+    assert launched[0][1][1] == 1
+
+
+def test_split_by_the_rule_of_all_kernels(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing in its place: of 600 keys each of 2 parts has enough, of 400 it has not."""
+    monkeypatch.setattr(jax_triton, "splits", splits)
+    for keys, parts in ((600, 2), (400, 1)):
+        launched.clear()
+        check(PATH, {"queries": 1, "keys": keys}, {}, "float32")
+        assert launched[0][1][1] == parts
+        assert ("combine_kernel" in dict(launched)) == (parts > 1)
 
 
 # The choice ---------------------------------------------------------------------------------------

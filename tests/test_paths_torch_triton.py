@@ -20,10 +20,12 @@ from tests.paths import (
     HEADS,
     LENGTH,
     OPTIONS,
+    OPTIONS_OF_DECODING,
     OPTIONS_OF_HEADS,
     WIDTH,
     attention,
     inputs_of_length,
+    shape_of_decoding,
     shape_of_heads,
 )
 from tests.samples import padding
@@ -140,28 +142,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     return launches
 
 
-DECODING = {
-    "nothing": {},
-    "causal": {"is_causal": True, "causal_offset": 56},
-    "no key": {"is_causal": True, "causal_offset": -1},  # for the first row, or the only one
-    "one key": {"is_causal": True, "causal_offset": 0},
-    "window": {"is_causal": True, "causal_offset": 50, "sliding_window": 20},
-    "beyond": {"sliding_window": 3, "causal_offset": 70},
-    "lengths": {"mask": padding(17, 0, length=59)[:, None, None]},  # 2 and 4 empty parts
-    "lengths, causal": {
-        "is_causal": True,
-        "causal_offset": 40,
-        "mask": padding(3, 59, length=59)[:, None, None],
-    },
-    "holes": {"mask": (np.arange(59) // 16 % 2 == 1)[None, None, None]},  # not one key of a part
-}
-
-
 @pytest.mark.parametrize(
     ("queries", "groups", "dtype"),
     [(1, 8, "float32"), (2, 2, "float32"), (1, 2, "bfloat16"), (2, 1, "float32")],
 )
-@pytest.mark.parametrize("options", DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize("options", OPTIONS_OF_DECODING.values(), ids=OPTIONS_OF_DECODING)
 def test_keys_are_split(
     options: dict[str, Any],
     groups: int,
@@ -170,8 +155,7 @@ def test_keys_are_split(
     launched: list[tuple[str, tuple[int, ...]]],
 ) -> None:
     """Values and gradients, with parts of which nothing is seen, and rows without a key."""
-    shape = {"queries": queries, "keys": 59, "heads": 8, "taken": 3, "groups": groups}
-    check(PATH, shape | {"some_gates_are_0": True}, options, dtype)
+    check(PATH, shape_of_decoding(queries, groups), options, dtype)
     (kernel, grid), (combine, _), *backward = launched
     assert (kernel, grid[1], combine) == ("forward_kernel", 4, "combine_kernel")
     assert all(len(grid) == 1 for _, grid in backward)
@@ -209,7 +193,7 @@ def test_long_lists_are_not_split(launched: list[tuple[str, tuple[int, ...]]]) -
     shape = {"queries": 17, "keys": 59, "heads": 8, "taken": 3, "groups": 8}
     check(PATH, shape, {}, "float32")
     (kernel, grid), *_ = launched
-    assert (kernel, len(grid)) == ("forward_kernel", 1)
+    assert (kernel, grid[1]) == ("forward_kernel", 1)
 
 
 def compare(

@@ -20,6 +20,7 @@ from tests.paths import LENGTH, largest_array
 NAME = "triton_kernel_call"
 UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(NAME)]
 KERNELS = {False: 1, True: 3}  # with gradients
+COMBINING = 1  # in a step of decoding
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,10 @@ KERNELS = {False: 1, True: 3}  # with gradients
     [
         ("causal window", "sm_80", True),
         ("short", "sm_90", True),
+        ("decoding", "sm_80", True),
         ("decoding", "sm_90", False),
+        ("decoding, padding", "sm_80", False),
+        ("decoding, mask", "sm_90", True),
         ("padding", "sm_80", True),
         ("mask", "sm_90", False),
     ],
@@ -40,7 +44,8 @@ def test_lowered(
     exported = jax.export.export(run, platforms=["cuda"], disabled_checks=UNCHECKED)(
         *stand_ins(CASES[name])
     )
-    assert exported.mlir_module().count(f"custom_call @{NAME}(") == KERNELS[with_gradients]
+    kernels = KERNELS[with_gradients] + COMBINING * name.startswith("decoding")
+    assert exported.mlir_module().count(f"custom_call @{NAME}(") == kernels
 
 
 @pytest.mark.parametrize("case", LONG_CASES.values(), ids=LONG_CASES)

@@ -60,7 +60,7 @@ class Core:
 
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-FIRST_LENGTHS = (512, 4096)  # where speed-ups are asked for
+FIRST_LENGTHS = (512, 4096, 8192, 16384)  # where most speed-ups are asked for
 HEADS = ((64, 32), (128, 32), (64, 8), (128, 8))  # d and G
 SHARES = (0.5, 1.0, 0.75, 0.25, 0.9)
 TOKENS = 16384  # of a batch

@@ -1,7 +1,6 @@
 """JAX on a GPU: the Triton kernels of `triton_kernels.py`, launched by the package jax-triton.
 
-Shapes are numbers in all that JAX compiles, so the kernels are given them as constants. All keys of
-a tile of rows are one program's, in a step of decoding too.
+Shapes are numbers in all that JAX compiles, so the kernels are given them as constants.
 """
 
 from __future__ import annotations
@@ -16,7 +15,15 @@ import jax.numpy as jnp
 
 from keras_moh.implementations.rows import end_of_keys
 from keras_moh.implementations.spec import AttentionSpec, Options, beyond_kernels
-from keras_moh.implementations.triton_blocks import Blocks, blocks, tiles_of_rows, too_many_rows
+from keras_moh.implementations.triton_blocks import (
+    COMBINE,
+    Blocks,
+    blocks,
+    forward_sizes,
+    splits,
+    tiles_of_rows,
+    too_many_rows,
+)
 
 # It is imported only for a launch, because without a GPU it refuses to be.
 HAS_JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
@@ -74,19 +81,28 @@ def _attend(static: _Static, *arguments: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: _Static, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
     query, key, value, heads, *_ = inputs
-    sizes = _blocks("forward", static, query, value)
+    kernel = forward_sizes(heads.shape, query.shape[2] // key.shape[2])
+    sizes = _blocks(kernel, static, query, value)
     tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
+    programs = len(query) * tiles
+    parts = splits(programs, key.shape[1]) if kernel == "decode" else 1
     arrays, constants = _arguments(static, *inputs)
-    output, attended, log_sums = _launch(
-        *("forward_kernel", len(query) * tiles, static, sizes, arrays),
-        constants | {"tiles": tiles, "splits": 1},
+    constants |= {"tiles": tiles, "splits": parts}
+    like_parts, outputs = (
         {
-            "output": jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
-            "attended": jax.ShapeDtypeStruct((*heads.shape, value.shape[3]), query.dtype),
-            "log_sums": jax.ShapeDtypeStruct(heads.shape, jnp.float32),
-        },
-        zeroed=["output"],
+            "attended": jax.ShapeDtypeStruct((*shape, value.shape[3]), dtype),
+            "log_sums": jax.ShapeDtypeStruct(shape, jnp.float32),
+        }
+        for shape, dtype in (((*heads.shape, parts), jnp.float32), (heads.shape, query.dtype))
     )
+    outputs["output"] = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    launch = functools.partial(_launch, "forward_kernel", (programs, parts), static, sizes)
+    if parts > 1:
+        arrays["part_attended"], arrays["part_log_sums"] = launch(
+            arrays, constants | {"output": None}, like_parts
+        )
+        launch = functools.partial(_launch, "combine_kernel", (heads.size,), static, COMBINE)
+    attended, log_sums, output = launch(arrays, constants, outputs, zeroed=["output"])
     return output, (inputs, attended, log_sums)
 
 
@@ -103,7 +119,7 @@ def _backward(static: _Static, residuals: tuple[Any, ...], by_output: Any) -> tu
     sizes = _blocks("backward_query", static, query, value)
     tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
     by_query, by_gates = _launch(
-        *("backward_query_kernel", len(query) * tiles, static, sizes, arrays),
+        *("backward_query_kernel", (len(query) * tiles,), static, sizes, arrays),
         constants | {"tiles": tiles},
         {"by_query": like_query, "by_gates": like_gates},
         zeroed=["by_query"],
@@ -113,7 +129,7 @@ def _backward(static: _Static, residuals: tuple[Any, ...], by_output: Any) -> tu
     tiles = -(-key.shape[1] // sizes.keys)
     spans = _spans(static, arrays, heads.shape, key.shape[2], tiles, sizes.keys)
     by_key, by_value = _launch(
-        *("backward_key_value_kernel", len(key) * key.shape[2] * tiles, static, sizes),
+        *("backward_key_value_kernel", (len(key) * key.shape[2] * tiles,), static, sizes),
         arrays | {"by_gates": by_gates, "spans": spans},
         constants | {"tiles": tiles},
         {"by_key": like_key, "by_value": like_value},
@@ -234,7 +250,7 @@ def _capability(target: str) -> int | None:
 
 def _launch(
     name: str,
-    programs: int,
+    grid: tuple[int, ...],
     static: _Static,
     sizes: Blocks,
     arrays: dict[str, Any],
@@ -261,7 +277,7 @@ def _launch(
             *inputs,
             kernel=kernel,
             out_shape=list(outputs.values()),
-            grid=(programs,),
+            grid=grid,
             num_warps=sizes.warps,
             num_stages=sizes.stages,
             compute_capability=_capability(static.target),

@@ -17,9 +17,9 @@ from keras_moh.implementations.spec import AttentionSpec, Options, beyond_kernel
 from keras_moh.implementations.torch_rows import once_differentiable
 from keras_moh.implementations.triton_blocks import (
     COMBINE,
-    DECODE_ROWS,
     Blocks,
     blocks,
+    forward_sizes,
     neighbours,
     splits,
     tiles_of_rows,
@@ -141,40 +141,26 @@ def _attend(
         "attended": query.new_empty((*heads.shape, value.shape[3])),
         "log_sums": query.new_empty(heads.shape, dtype=torch.float32),
     }
-    longest_list = query.shape[1] * min(heads.shape[2], query.shape[2] // key.shape[2])
-    if longest_list <= DECODE_ROWS:
-        _attend_to_parts(arguments, outputs)
-    else:
-
-        def launch(sizes: Blocks) -> None:
-            tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
-            more = outputs | {"tiles": tiles, "splits": 1}
-            _launch("forward_kernel", (len(query) * tiles,), sizes, arguments | more)
-
-        _run("forward", arguments, launch)
-    return tuple(outputs.values())
-
-
-def _attend_to_parts(arguments: dict[str, Any], outputs: dict[str, torch.Tensor]) -> None:
-    """Few rows, whose keys are split among programs."""
-    query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "heads"))
+    kernel = forward_sizes(heads.shape, query.shape[2] // key.shape[2])
 
     def launch(sizes: Blocks) -> None:
         tiles = tiles_of_rows(heads.shape, key.shape[2], sizes.rows)
-        parts = splits(len(query) * tiles, key.shape[1])
-        grid = len(query) * tiles, parts
-        more = {"tiles": tiles, "splits": parts}
+        programs = len(query) * tiles
+        parts = splits(programs, key.shape[1]) if kernel == "decode" else 1
+        grid = programs, parts
+        more = arguments | {"tiles": tiles, "splits": parts}
         if parts == 1:
-            return _launch("forward_kernel", grid, sizes, arguments | more | outputs)
+            return _launch("forward_kernel", grid, sizes, more | outputs)
         shape = (*heads.shape, parts)
         attended = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
         log_sums = query.new_empty(shape, dtype=torch.float32)
-        of_parts = more | {"output": None, "attended": attended, "log_sums": log_sums}
-        _launch("forward_kernel", grid, sizes, arguments | of_parts)
+        of_parts = {"attended": attended, "log_sums": log_sums, "output": None}
+        _launch("forward_kernel", grid, sizes, more | of_parts)
         more |= {"part_attended": attended, "part_log_sums": log_sums}
-        return _launch("combine_kernel", (heads.numel(),), COMBINE, arguments | more | outputs)
+        return _launch("combine_kernel", (heads.numel(),), COMBINE, more | outputs)
 
-    _run("decode", arguments, launch)
+    _run(kernel, arguments, launch)
+    return tuple(outputs.values())
 
 
 @_attend.register_fake

@@ -57,7 +57,7 @@ _HALF = {
 # To combine parts takes hardly any time: one row, and this many parts at once.
 COMBINE = Blocks(1, 32, 4, 1)
 # The most rows of a list for which `decode` serves: those of its tiles.
-DECODE_ROWS = 16
+_DECODE_ROWS = 16
 # Keys are split among so many programs that those of a large GPU are busy for several rounds, but
 # into no more parts, and none with fewer keys, than this. It does not depend on the device, so that
 # the order of sums does not.
@@ -88,6 +88,15 @@ def blocks(kernel: str, target: str, width: int, itemsize: int) -> Blocks:
     # All others of NVIDIA have less shared memory than these.
     is_large = target in ("sm_90", "sm_100", "sm_103")
     return _HALF[kernel]["sm_90" if is_large else "sm_80"][column]
+
+
+def forward_sizes(shape: tuple[int, ...], heads_of_group: int) -> str:
+    """Whose sizes the forward kernel has for `heads (B, T, K)`: `"forward"`, or `"decode"`.
+
+    The latter are for lists of few rows, whose keys are split among programs: see `splits`.
+    """
+    longest_list = shape[1] * min(shape[2], heads_of_group)
+    return "decode" if longest_list <= _DECODE_ROWS else "forward"
 
 
 def tiles_of_rows(shape: tuple[int, ...], groups: int, block: int) -> int:

@@ -67,9 +67,9 @@ def forward_kernel(
     mask,
     key_ends,
     causal_offset,
-    output,
     attended,
     log_sums,
+    output,
     scale,
     T,
     S,
@@ -97,7 +97,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """`output`, `attended` and `log_sums` of a tile of rows. Grid: `(B tiles, splits)`.
+    """`attended`, `log_sums` and `output` of a tile of rows. Grid: `(B tiles, splits)`.
 
     With an `output` of `None` there are an `attended (B, T, K, splits, DV)`, float32, and
     `log_sums (B, T, K, splits)` of each part of the keys, `-inf` where it has none that a row sees.
@@ -161,9 +161,9 @@ def combine_kernel(
     gates,
     part_attended,
     part_log_sums,
-    output,
     attended,
     log_sums,
+    output,
     splits,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -171,7 +171,7 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """`output`, `attended` and `log_sums` of a slot, out of those of its parts. Grid: `(B T K,)`.
+    """`attended`, `log_sums` and `output` of a slot, out of those of its parts. Grid: `(B T K,)`.
 
     The parts are added `BLOCK_N` at once.
     """
