@@ -75,8 +75,10 @@ def run(command: list[str], folder: Path, package: Package) -> None:
 FETCH = {"pip": fetch_with_pip, "apt": fetch_with_apt}
 
 
-def comparison_parser(description: str, backend: str, output: str) -> argparse.ArgumentParser:
-    """The options of every example that compares trainings; `backend` and `output` by default."""
+def comparison_parser(
+    description: str, backend: str, output: str, seeds: int = 3
+) -> argparse.ArgumentParser:
+    """The options of every example that compares trainings; all but the first by default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -84,8 +86,8 @@ def comparison_parser(description: str, backend: str, output: str) -> argparse.A
     add("--backend", choices=backends, default=backend, help="Keras's framework")
     add("--data", metavar="FOLDER", type=Path, default=data, help="of what is fetched")
     add("--output", metavar="FOLDER", type=Path, default=output, help="of results")
-    seeds = "trainings of each variant"
-    add("--seeds", metavar="N", type=integer_from(1), default=3, help=seeds)
+    trainings = "trainings of each variant"
+    add("--seeds", metavar="N", type=integer_from(1), default=seeds, help=trainings)
     return parser
 
 
@@ -95,10 +97,10 @@ def add_time_again(parser: argparse.ArgumentParser) -> None:
 
 
 def image_parser(
-    description: str, output: str, epochs: int, depth: int = 2
+    description: str, output: str, epochs: int, depth: int = 2, seeds: int = 3
 ) -> argparse.ArgumentParser:
     """The options of the examples on the images of Fashion-MNIST; some by default."""
-    parser = comparison_parser(description, "jax", output)
+    parser = comparison_parser(description, "jax", output, seeds)
     parser.add_argument(
         "--source", choices=["keras", "debian"], default="keras", help="of the images"
     )

@@ -33,8 +33,9 @@ PARSER = image_parser(
     "Train a small diffusion transformer on Fashion-MNIST with Mixture-of-Head and with multi-head "
     "attention, and compare what they draw.",
     "fashion_dit_output",
-    epochs=3,
+    epochs=6,
     depth=3,
+    seeds=1,
 )
 add_time_again(PARSER)
 PARSER.add_argument(
