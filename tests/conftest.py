@@ -65,8 +65,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice of the first that serves, so that small tests see what large models get."""
-    monkeypatch.setattr(costs, "is_worth_it", lambda name, spec: True)
+    """The choice of the first that serves, so that small tests see what large models get.
+
+    But for `fused`, which has no size from which on it pays.
+    """
+    rule = costs.is_worth_it
+    monkeypatch.setattr(
+        costs, "is_worth_it", lambda name, spec: name != "fused" or rule(name, spec)
+    )
     monkeypatch.setattr(costs, "skips_projections", lambda spec: True)
 
 

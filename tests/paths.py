@@ -21,6 +21,8 @@ NAMES = [
 
 # Those for GPUs and TPUs.
 OF_KERNELS = ("torch_triton", "jax_triton", "jax_pallas_tpu")
+# Those by Keras's own fused attention, which is not for every dtype.
+OF_KERAS = ("compact", "fused")
 
 
 def model_of(layer: keras.Layer, *unknown: None) -> keras.Model:

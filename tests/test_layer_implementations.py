@@ -18,7 +18,7 @@ import keras_moh
 from keras_moh import UnsupportedError, implementations
 from keras_moh.implementations import costs
 from tests.helpers import Gradients, gradients, to_numpy, weights_by_name
-from tests.paths import OF_KERNELS
+from tests.paths import OF_KERAS, OF_KERNELS
 from tests.samples import B, D, S, T, floats, moh_attention, padding
 
 BACKEND = keras.backend.backend()
@@ -88,13 +88,14 @@ class Case:
     def is_served(self, implementation: str, policy: str) -> bool:
         if implementation in OF_KERNELS:
             return policy != "float64"
+        if implementation in OF_KERAS and policy in ("float64", "mixed_float16"):
+            return False
         if implementation != "compact":
             return True
         layer = self.layer("reference", "float32")
         groups = layer.num_key_value_heads
         all_taken = layer.num_active_heads == layer.num_heads
-        dtype_served = policy not in ("float64", "mixed_float16")
-        return dtype_served and (all_taken or layer.routing_groups % groups == 0)
+        return all_taken or layer.routing_groups % groups == 0
 
     def layer(self, implementation: str | None, policy: str) -> keras_moh.MoHAttention:
         more: dict[str, Any] = {"balance_loss_weight": 0.5, "z_loss_weight": 0.25}
@@ -312,7 +313,7 @@ IN_FLOAT32 = [
     pytest.param(name, variant, id=f"{'-'.join(variant)}-{name}")
     for variant in variants()
     for name in CASES
-    if BACKEND != "jax" or variant.implementation == "compact" or name in IN_LOW_PRECISION
+    if BACKEND != "jax" or variant.implementation in OF_KERAS or name in IN_LOW_PRECISION
 ]
 
 

@@ -559,7 +559,7 @@ def test_choice_on_a_gpu(changes: dict[str, Any], name: str) -> None:
 
 def test_choice_by_device(gpu: Callable[..., None]) -> None:
     for capability, hip, name in (
-        ((7, 5), None, "reference"),
+        ((7, 5), None, "fused"),
         ((8, 0), None, NAME),
         ((12, 0), None, NAME),
         ((9, 4), "6.4", NAME),

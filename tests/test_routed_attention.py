@@ -17,7 +17,7 @@ import keras_moh
 from keras_moh import Routing, UnsupportedError, implementations, routed_attention
 from tests import oracle
 from tests.helpers import compiled, output_and_gradients, to_numpy
-from tests.paths import OF_KERNELS
+from tests.paths import OF_KERAS, OF_KERNELS
 from tests.samples import floats, padding
 
 B, T, S, H, K, d, dv = 2, 3, 5, 6, 4, 7, 11
@@ -281,11 +281,12 @@ def refusal(path: Path, case: Case, options: dict[str, Any], dtype: str = "float
         return "mask has no head axis"
     if path.implementation in OF_KERNELS and dtype == "float64":
         return "not in float64"
-    if path.implementation == "compact":
+    if path.implementation in OF_KERAS:
         if dtype == "float64":
             return "computes in float32"
         if dtype == "float16":
             return "no gradient in float16"
+    if path.implementation == "compact":
         taken_of_all = case.heads.shape[-1] == case.query.shape[2]
         if not taken_of_all and case.routing_groups % case.key.shape[2]:
             return "key/value heads do not divide the routing groups"

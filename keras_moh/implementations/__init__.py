@@ -36,6 +36,7 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
     "jax_xla": ("jax", "keras_moh.implementations.jax_xla"),
     "tensorflow_xla": ("tensorflow", "keras_moh.implementations.tensorflow_xla"),
     "compact": (None, "keras_moh.implementations.compact"),
+    "fused": (None, "keras_moh.implementations.fused"),
     "reference": (None, "keras_moh.implementations.reference"),
 }
 
