@@ -108,6 +108,7 @@ def make_trainer(budget: dict[str, Any], depth: int, steps: int) -> keras.Model:
     learning_rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps - warmup, warmup_target=2e-3, warmup_steps=warmup
     )
+    # `fit` ends with the averages of the weights.
     trainer.compile(
         keras.optimizers.AdamW(
             learning_rate, weight_decay=0.01, global_clipnorm=1.0, use_ema=True, ema_momentum=0.995
@@ -218,7 +219,6 @@ def main() -> None:
     comparison.results["real images"] = real
 
     def measure(file: Path, trainer: keras.Model) -> dict[str, float]:
-        trainer.optimizer.finalize_variable_values(trainer.trainable_variables)  # the averages
         drawings = draw(trainer.network, count, OPTIONS.sampler_steps)
         np.save(file, drawings[:, :SHOWN])
         pixels = drawings.reshape(-1, 28, 28, 1).astype("float32") / 255

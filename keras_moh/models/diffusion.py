@@ -120,8 +120,8 @@ class DiffusionTrainer(keras.Model):
     2102.09672); so in the authors' code. The losses of routers come on top.
 
     The authors train with `AdamW(1e-4, weight_decay=0)` and use the weights averaged over the
-    steps: `use_ema=True, ema_momentum=0.9999` of the optimizer, and after training
-    `keras.callbacks.SwapEMAWeights` or `optimizer.finalize_variable_values`.
+    steps: `use_ema=True, ema_momentum=0.9999` of the optimizer. `fit` ends with the averages in the
+    place of the weights.
 
     Args:
         network: The `MoHDiT` to train.
