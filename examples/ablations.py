@@ -27,7 +27,7 @@ OPTIONS = image_parser(
     "Train a small vision transformer with Mixture-of-Head attention on Fashion-MNIST, change one "
     "thing of it after the other, and see what that does.",
     "ablations_output",
-    epochs=5,
+    epochs=3,
 ).parse_args()
 use_backend(OPTIONS.backend)
 try:
