@@ -70,9 +70,10 @@ def test_all_masks_hold_together(padded, shape, causal, window):
     np.testing.assert_allclose(scores.sum(-1), mask.any(-1), atol=1e-6)
 
     without_scores = layer(query, value, use_causal_mask=causal, **masks)
-    np.testing.assert_allclose(to_numpy(without_scores), to_numpy(output), atol=1e-6)
     by_one_mask = moh_attention()(query, value, attention_mask=mask)
-    np.testing.assert_allclose(to_numpy(by_one_mask), to_numpy(output), atol=1e-6)
+    # They may be of other implementations: equal up to rounding.
+    for other in without_scores, by_one_mask:
+        np.testing.assert_allclose(to_numpy(other), to_numpy(output), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
