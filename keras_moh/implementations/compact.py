@@ -73,4 +73,6 @@ def _vectors(dense: Any, chosen: Any) -> Any:
     batch, length, count, features = ops.shape(dense)
     tokens = ops.reshape(ops.arange(batch * length, dtype="int32"), (batch, length, 1))
     flat = ops.reshape(dense, (batch * length * count, features))
-    return ops.take(flat, tokens * count + ops.cast(chosen, "int32"), axis=0)
+    vectors = ops.take(flat, tokens * count + ops.cast(chosen, "int32"), axis=0)
+    # Of nothing JAX takes what is of the shape of `flat`.
+    return ops.reshape(vectors, (*ops.shape(chosen), features))
