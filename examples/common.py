@@ -8,6 +8,7 @@ fetches them once.
 
 import argparse
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -104,13 +105,13 @@ def image_parser(
     parser.add_argument(
         "--source", choices=["keras", "debian"], default="keras", help="of the images"
     )
-    for name, default, text in [
-        ("epochs", epochs, "passes over the training images"),
-        ("depth", depth, "layers of the model"),
-        ("samples", None, "training images to use, all if not given"),
+    for name, minimum, default, text in [
+        ("epochs", 1, epochs, "passes over the training images"),
+        ("depth", 1, depth, "layers of the model"),
+        ("samples", 2, None, "training images to use, all if not given"),
     ]:
         parser.add_argument(
-            f"--{name}", metavar="N", type=integer_from(1), default=default, help=text
+            f"--{name}", metavar="N", type=integer_from(minimum), default=default, help=text
         )
     return parser
 
@@ -132,11 +133,13 @@ def exit_without(error: ModuleNotFoundError, extras: str) -> NoReturn:
     )
 
 
-def integer_from(minimum: int) -> Callable[[str], int]:
+def integer_from(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    expected = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
     def parse(text: str) -> int:
-        if text.isdecimal() and int(text) >= minimum:
+        if text.isdecimal() and minimum <= int(text) <= (maximum or math.inf):
             return int(text)
-        raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer {expected}, not {text!r}")
 
     return parse
 

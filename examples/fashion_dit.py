@@ -42,7 +42,11 @@ PARSER.add_argument(
     "--draws", metavar="N", type=integer_from(4), default=100, help="images of a kind to measure by"
 )
 PARSER.add_argument(
-    "--sampler-steps", metavar="N", type=integer_from(2), default=50, help="of drawing, by DDIM"
+    "--sampler-steps",
+    metavar="N",
+    type=integer_from(2, 1000),
+    default=50,
+    help="of drawing, by DDIM",
 )
 OPTIONS = PARSER.parse_args()
 use_backend(OPTIONS.backend)

@@ -91,11 +91,23 @@ def test_an_epoch_has_every_image_once(fashion_dit):
     assert np.any(epochs[0] != epochs[1])
 
 
-def test_help_and_a_bad_option():
+def test_help():
     process = run_example("--help")
     assert process.returncode == 0
     for option in "source", "output", "epochs", "seeds", "depth", "draws", "sampler-steps":
         assert f"--{option} " in process.stdout
-    process = run_example("--draws", "3")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--draws", "3", "of at least 4"),
+        ("--samples", "1", "of at least 2"),  # one has no covariance
+        ("--sampler-steps", "1", "from 2 to 1000"),
+        ("--sampler-steps", "1001", "from 2 to 1000"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_trained(option, value, expected):
+    process = run_example(option, value)
     assert process.returncode == 2
-    assert "argument --draws: expected an integer of at least 4, not '3'" in process.stderr
+    assert f"argument {option}: expected an integer {expected}, not '{value}'" in process.stderr
