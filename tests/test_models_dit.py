@@ -184,6 +184,11 @@ def test_unknown_names_are_refused(name):
         MoHDiT.from_name(name)
 
 
+def test_names_are_of_models_that_route():
+    with pytest.raises(ValueError, match=r"`router`.*name of a router.*router=None"):
+        MoHDiT.from_name("S/8-75", router=None)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

@@ -247,7 +247,8 @@ class MoHDiT(keras.Model):
             **kwargs: Further arguments of the class.
 
         Raises:
-            ValueError: if there is no such name.
+            ValueError: if there is no such name, or with `router=None`: the sizes are those of
+                routers.
 
         Example:
         >>> import keras_moh
@@ -259,6 +260,9 @@ class MoHDiT(keras.Model):
         if found is None:
             valid = "a size S, B, L or XL, a patch size 2, 4 or 8, and 90 or 75, like 'XL/2-90'"
             raise invalid_argument("name", valid, name)
+        if kwargs.get("router", "two_stage") is None:
+            expected = "the name of a router; a model without is made by the class itself"
+            raise invalid_argument("router", expected, None)
         size, patch_size, share = found.groups()
         layers = [numbers for count, *numbers in HEADS[size, share] for _ in range(count)]
         num_heads, num_shared_heads, top_k = map(list, zip(*layers, strict=True))
