@@ -79,7 +79,7 @@ FETCH = {"pip": fetch_with_pip, "apt": fetch_with_apt}
 def comparison_parser(
     description: str, backend: str, output: str, seeds: int = 3
 ) -> argparse.ArgumentParser:
-    """The options of every example that compares trainings; all but the first by default."""
+    """What every example that compares trainings takes; `backend`, `output`, `seeds` by default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -100,7 +100,7 @@ def add_time_again(parser: argparse.ArgumentParser) -> None:
 def image_parser(
     description: str, output: str, epochs: int, depth: int = 2, seeds: int = 3
 ) -> argparse.ArgumentParser:
-    """The options of the examples on the images of Fashion-MNIST; some by default."""
+    """What the examples on Fashion-MNIST take; all but the description by default."""
     parser = comparison_parser(description, "jax", output, seeds)
     parser.add_argument(
         "--source", choices=["keras", "debian"], default="keras", help="of the images"
