@@ -182,11 +182,16 @@ class Comparison:
 
 def optimizer(steps: int) -> keras.Optimizer:
     """AdamW for so many steps: a tenth of them warm up, the rate then falls as a cosine."""
-    warmup = steps // 10
-    learning_rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup
+    return keras.optimizers.AdamW(warmed_up(3e-3, steps, steps // 10), weight_decay=0.05)
+
+
+def warmed_up(
+    rate: float, steps: int, warmup: int
+) -> keras.optimizers.schedules.LearningRateSchedule:
+    """A learning rate that rises in the first of the steps, and then falls as a cosine."""
+    return keras.optimizers.schedules.CosineDecay(
+        0.0, steps - warmup, warmup_target=rate, warmup_steps=warmup
     )
-    return keras.optimizers.AdamW(learning_rate, weight_decay=0.05)
 
 
 def start_random_layers(model: keras.Model, seed: int, epoch: int) -> None:

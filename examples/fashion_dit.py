@@ -54,7 +54,7 @@ try:
     import keras
     import numpy as np
     from common import markdown_table, mean_and_range
-    from comparing import Batches, Comparison
+    from comparing import Batches, Comparison, warmed_up
     from fashion_images import HEADS, load_images
     from keras import layers
     from matplotlib.figure import Figure
@@ -108,14 +108,14 @@ def make_trainer(budget: dict[str, Any], depth: int, steps: int) -> keras.Model:
         **budget,
     )
     trainer = keras_moh.models.DiffusionTrainer(network)
-    warmup = steps // 20
-    learning_rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - warmup, warmup_target=2e-3, warmup_steps=warmup
-    )
     # `fit` ends with the averages of the weights.
     trainer.compile(
         keras.optimizers.AdamW(
-            learning_rate, weight_decay=0.01, global_clipnorm=1.0, use_ema=True, ema_momentum=0.995
+            warmed_up(2e-3, steps, steps // 20),
+            weight_decay=0.01,
+            global_clipnorm=1.0,
+            use_ema=True,
+            ema_momentum=0.995,
         )
     )
     return trainer
@@ -230,18 +230,19 @@ def main() -> None:
         print("Distance {distance:.1f}, {recognized:.1f} % recognized".format(**measures))
         return measures
 
-    epoch = len(LabelledImages(images, labels, 0))
+    scaled = 2 * images - 1  # as the models take pixels
+    steps = OPTIONS.epochs * len(LabelledImages(scaled, labels, 0))
     makes = {
-        name: partial(make_trainer, budget, OPTIONS.depth, OPTIONS.epochs * epoch)
+        name: partial(make_trainer, budget, OPTIONS.depth, steps)
         for name, budget in BUDGETS.items()
     }
     for seed in range(OPTIONS.seeds):
-        batches = LabelledImages(2 * images - 1, labels, seed)
+        batches = LabelledImages(scaled, labels, seed)
         for name, make in makes.items():
             file = drawings_file(output, name, seed)
             comparison.train(name, seed, make, batches, OPTIONS.epochs, partial(measure, file))
     if OPTIONS.time_again or "seconds_per_step" not in comparison.results:
-        comparison.time_steps(makes, LabelledImages(2 * images - 1, labels, 0)[0])
+        comparison.time_steps(makes, LabelledImages(scaled, labels, 0)[0])
 
     draw_sheet(output).savefig(output / "drawn.png", dpi=110)
     comparison.draw("distance", "Frechet distance").savefig(output / "distance.png", dpi=110)

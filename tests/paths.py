@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from keras_moh import Routing, implementations, routed_attention
+from keras_moh.implementations.triton_blocks import Blocks
 from tests.samples import D, floats, moh_attention, padding
 
 NAMES = [
@@ -153,3 +155,20 @@ def shape_of_decoding(queries: int, groups: int) -> dict[str, Any]:
         **{"queries": queries, "keys": 59, "heads": 8, "taken": 3, "groups": groups},
         "some_gates_are_0": True,
     }
+
+
+def recorded_launches(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels that the module launches, and their grids, with keys split in 4."""
+    launches: list[tuple[str, tuple[int, ...]]] = []
+    launch = module._launch
+
+    def record(name: str, grid: tuple[int, ...], *rest: Any, **more: Any) -> Any:
+        launches.append((name, grid))
+        return launch(name, grid, *rest, **more)
+
+    monkeypatch.setattr(module, "_launch", record)
+    monkeypatch.setattr(module, "blocks", lambda *_: Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(module, "splits", lambda *_: 4)
+    return launches

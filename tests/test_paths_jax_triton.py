@@ -18,6 +18,7 @@ from tests.conftest import is_installed
 from tests.paths import (
     OPTIONS_OF_DECODING,
     OPTIONS_OF_HEADS,
+    recorded_launches,
     shape_of_decoding,
     shape_of_heads,
 )
@@ -156,17 +157,7 @@ def launched(
     interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, tuple[int, ...]]]:
     """The kernels launched, and their grids. Keys are split in 4, in tiles of 16."""
-    launches: list[tuple[str, tuple[int, ...]]] = []
-    launch = jax_triton._launch
-
-    def record(name: str, grid: tuple[int, ...], *rest: Any, **more: Any) -> Any:
-        launches.append((name, grid))
-        return launch(name, grid, *rest, **more)
-
-    monkeypatch.setattr(jax_triton, "_launch", record)
-    monkeypatch.setattr(jax_triton, "blocks", lambda *_: Blocks(16, 16, 4, 1))
-    monkeypatch.setattr(jax_triton, "splits", lambda *_: 4)
-    return launches
+    return recorded_launches(jax_triton, monkeypatch)
 
 
 BACKWARD = ["backward_query_kernel", "backward_key_value_kernel"]

@@ -25,6 +25,7 @@ from tests.paths import (
     WIDTH,
     attention,
     inputs_of_length,
+    recorded_launches,
     shape_of_decoding,
     shape_of_heads,
 )
@@ -129,17 +130,7 @@ def test_addresses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """The kernels launched, and their grids. Keys are split in 4, in tiles of 16."""
-    launches: list[tuple[str, tuple[int, ...]]] = []
-    launch = torch_triton._launch
-
-    def record(name: str, grid: tuple[int, ...], *rest: Any) -> None:
-        launches.append((name, grid))
-        launch(name, grid, *rest)
-
-    monkeypatch.setattr(torch_triton, "_launch", record)
-    monkeypatch.setattr(torch_triton, "blocks", lambda *_: Blocks(16, 16, 4, 1))
-    monkeypatch.setattr(torch_triton, "splits", lambda *_: 4)
-    return launches
+    return recorded_launches(torch_triton, monkeypatch)
 
 
 @pytest.mark.parametrize(

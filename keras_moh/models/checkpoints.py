@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from keras_moh.models.safetensors import stored_tensors
+from keras_moh.routing import TwoStageRouter
 
 
 class Place(NamedTuple):
@@ -183,7 +184,9 @@ def layer_norm(name: str, layer: Any) -> list[Place]:
 
 
 def router(prefix: str, layer: Any) -> list[Place]:
-    """The authors' kernels of a `TwoStageRouter`, by their names after `prefix`."""
+    """The authors' kernels of a `TwoStageRouter`, by their names after `prefix`; none of others."""
+    if not isinstance(layer, TwoStageRouter):
+        return []
     kernels = {"wg": layer.routed_scores, "wg_0": layer.group_scores, "wg_1": layer.shared_scores}
     return [
         place

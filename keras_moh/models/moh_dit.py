@@ -346,18 +346,13 @@ class MoHDiT(keras.Model):
             *linear("final_layer.linear", layer("final")),
             *linear("final_layer.adaLN_modulation.1", layer("final_modulation")),
         ]
-        router_has_weights = self._arguments["router"] == "two_stage"
         for i in range(self._arguments["depth"]):
             attention = layer(f"block_{i}_attention")
             projections = [attention.query_dense, attention.key_dense, attention.value_dense]
             places += [
                 *checkpoints.stacked(f"blocks.{i}.attn.qkv", projections),
                 *linear(f"blocks.{i}.attn.proj", attention.output_dense, inputs=2),
-                *(
-                    checkpoints.router(f"blocks.{i}.attn.", attention.router)
-                    if router_has_weights
-                    else []
-                ),
+                *checkpoints.router(f"blocks.{i}.attn.", attention.router),
                 *linear(f"blocks.{i}.mlp.fc1", layer(f"block_{i}_mlp_1")),
                 *linear(f"blocks.{i}.mlp.fc2", layer(f"block_{i}_mlp_2")),
                 *linear(f"blocks.{i}.adaLN_modulation.1", layer(f"block_{i}_modulation")),
