@@ -281,6 +281,16 @@ def test_tensors_without_values(kind: str) -> None:
             attention("torch_sdpa", heads)(*tensors)
 
 
+def test_short_sequences_take_the_fused_kernel(ran: list[str]) -> None:
+    """Where no head is worth skipping; nothing as large as the scores is made."""
+    x, layer = floats(2, 5, D), moh_attention()
+    output = layer(x)
+    assert ran == ["fused"]
+    layer.implementation = "reference"
+    np.testing.assert_allclose(to_numpy(output), to_numpy(layer(x)), rtol=1e-5, atol=1e-5)
+    assert largest_tensor("fused", {}) < LENGTH**2
+
+
 @pytest.mark.usefixtures("always_worth_it")
 def test_model_of_compiled_graphs(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`jit_compile=True`: the reference, with the same results."""
