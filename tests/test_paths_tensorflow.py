@@ -6,13 +6,17 @@ import keras
 import numpy as np
 import pytest
 
+import keras_moh
 from tests.helpers import output_and_gradients
 from tests.paths import LENGTH, OPTIONS, attention, inputs_of_length, largest_array
+from tests.samples import floats
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("of another backend", allow_module_level=True)
 
 import tensorflow as tf
+
+from keras_moh.implementations import tensorflow_xla
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -85,4 +89,60 @@ def test_mask_that_turns_out_to_be_for_all(shape: tuple[int, ...]) -> None:
         attention("reference", heads, mask=mask), tensors, cotangent
     )
     for x, y in zip([output, *by], [expected, *expected_by], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("heads", [(3, 1), (1, 2)], ids=["half", "three of eight"])
+@pytest.mark.usefixtures("always_worth_it")
+def test_only_rows_are_projected(
+    jit_compile: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs of unknown shapes: of what XLA compiles, whose shapes are fixed, all heads are."""
+    num_rows: list[Any] = []
+    attend_rows, attend = tensorflow_xla.attend_rows, tensorflow_xla.attend
+
+    def recorded(query: Any, *args: Any) -> Any:
+        num_rows.append(query.shape.rank)
+        return (attend_rows if query.shape.rank == 2 else attend)(query, *args)
+
+    for name in ("attend_rows", "attend"):
+        monkeypatch.setattr(tensorflow_xla, name, recorded)
+    shared, routed = heads
+    options = {"num_heads": 8, "key_dim": 4, "num_shared_heads": shared, "top_k": routed}
+    layer = keras_moh.MoHAttention(**options)
+    reference = keras_moh.MoHAttention(**options, implementation="reference")
+    tokens, cotangent = (floats(2, 37, 12, seed=seed) for seed in (1, 2))
+    for one in (layer, reference):
+        one.build(tokens.shape)
+    reference.set_weights(layer.get_weights())
+
+    def run(one: Any) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec((None, None, 12))] * 2, jit_compile=jit_compile)
+        def output_and_gradients_of(tokens: Any, cotangent: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(tokens)
+                output = one(tokens)
+            by = [tokens, *(weight.value for weight in one.trainable_variables)]
+            return output, *tape.gradient(output, by, output_gradients=cotangent)
+
+        return output_and_gradients_of(tokens, cotangent)
+
+    for x, y in zip(run(layer), run(reference), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-4)
+    assert num_rows == [4 if jit_compile else 2]
+
+
+def test_gradients_of_some_of_the_outputs() -> None:
+    """Those of a gather arrive as slices."""
+    (query, key, value, *others), heads, cotangent = inputs_of_length(2, length=37)
+    tensors, cotangent = [query, key, value, *others], cotangent[1:]
+    gradients = []
+    for name in ("tensorflow_xla", "reference"):
+        attend = attention(name, heads)
+        _, by = output_and_gradients(
+            lambda *tensors, attend=attend: tf.gather(attend(*tensors), [1]), tensors, cotangent
+        )
+        gradients.append(by)
+    for x, y in zip(*gradients, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-4)

@@ -41,7 +41,10 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str]] = {
 }
 
 # Modules that project only the heads taken, by backend.
-ROWS = {"torch": "keras_moh.implementations.torch_rows"}
+ROWS = {
+    "tensorflow": "keras_moh.implementations.tensorflow_rows",
+    "torch": "keras_moh.implementations.torch_rows",
+}
 
 
 def check_implementation(implementation: Any) -> str | None:

@@ -1,8 +1,9 @@
 """TensorFlow: the heads taken, in tiles of rows, in graphs, eagerly and compiled by XLA alike.
 
-See `rows.py` for the rows. Each list of rows is walked through in tiles: a tile's scores over the
-keys of its batch entry are made, used and forgotten, so nothing of size `T x S` is ever in memory.
-The backward pass makes them again.
+See `rows.py` for the rows, and `tensorflow_rows.py` for their order: by head, then batch entry. The
+rows of a head in one batch entry are a list here, which is walked through in tiles: a tile's scores
+over the keys of its entry are made, used and forgotten, so nothing of size `T x S` is ever in
+memory. The backward pass makes them again.
 
 In graphs and eagerly a list is cut into equal tiles, and under causality or a window a tile reads
 only the keys that its rows may see. Under XLA, whose shapes are fixed, all tiles are of one length
@@ -21,9 +22,16 @@ import tensorflow as tf
 from keras import ops
 
 from keras_moh.heads import dense_gates, fills_groups
-from keras_moh.implementations.rows import Rows, place, rows_by_slot, rows_of, span_of_keys, take
+from keras_moh.implementations.rows import Rows, rows_by_slot, rows_of, span_of_keys
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.implementations.tensorflow_device import is_compiled_by_xla
+from keras_moh.implementations.tensorflow_rows import (
+    Plan,
+    as_one_entry,
+    placed,
+    taken,
+    with_gradient,
+)
 
 # Rows of a tile, at most; under XLA of every tile.
 _LONGEST_TILE, _XLA_TILE = 512, 128
@@ -42,41 +50,90 @@ def attend(
     query: Any, key: Any, value: Any, heads: Any, gates: Any, options: Options
 ) -> tuple[Any, None]:
     """Attention of the heads taken; see `reference.attend`."""
+    batch, length, num_heads, _ = ops.shape(query)
     if 0 in (*query.shape[:2], key.shape[1]):
-        return tf.zeros((*ops.shape(query)[:3], value.shape[-1]), query.dtype), None
+        return tf.zeros((batch, length, num_heads, value.shape[-1]), query.dtype), None
+    by_slot = fills_groups(num_heads, heads.shape[2], key.shape[2], options.routing_groups)
+    rows = (rows_by_slot if by_slot else rows_of)(as_one_entry(heads), num_heads)
+    output = _attend(rows, by_slot, taken(query, rows), key, value, heads, gates, options)
+    return placed(output, rows, batch, length), None
+
+
+def attend_rows(
+    query: Any, key: Any, value: Any, heads: Any, gates: Any, plan: Plan, options: Options
+) -> Any:
+    """The gated outputs `(R, dv)` of query rows `(R, d)`; the rest as for `attend`."""
+    if 0 in (*heads.shape[:2], key.shape[1]):
+        return tf.zeros((ops.shape(query)[0], value.shape[-1]), query.dtype)
+    return _attend(plan.rows, False, query, key, value, heads, gates, options)
+
+
+def _attend(
+    rows: Rows,
+    by_slot: bool,
+    query: Any,
+    key: Any,
+    value: Any,
+    heads: Any,
+    gates: Any,
+    options: Options,
+) -> Any:
+    """The gated outputs `(R, dv)` of query rows `(R, d)`, which are by slot, or else by head."""
     if not isinstance(options.causal_offset, int):
         offset = tf.cast(options.causal_offset, tf.int32)
         options = dataclasses.replace(options, causal_offset=offset)
-    by_slot = fills_groups(query.shape[2], heads.shape[2], key.shape[2], options.routing_groups)
-    rows = (rows_by_slot if by_slot else rows_of)(heads, query.shape[2])
-    num_lists = heads.shape[2] if by_slot else query.shape[2]
-    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
+    batch, length, num_slots = ops.shape(heads)
+    num_heads = rows.taken.shape[-1]
+    row_gates = taken(dense_gates(heads, gates, num_heads), rows)
+    lists = _Lists(
+        positions=rows.positions % length,
+        starts=_starts(rows, by_slot, batch, length, num_slots),
+        batch=batch,
+        length=length,
+        of_group=(num_slots if by_slot else num_heads) // key.shape[2],
+    )
 
-    @tf.custom_gradient
+    @with_gradient
     def gated(query: Any, key: Any, value: Any, row_gates: Any) -> Any:
-        tensors = _tensors(rows, num_lists, query, key, value, options)
+        tensors = _tensors(lists, query, key, value, options)
         output = _outputs(tensors)
         factors = tf.cast(row_gates[:, None], output.dtype)
 
         def gradient(by_gated: Any) -> list[Any]:
-            by_query, *others = _gradients(tensors, take(by_gated, rows), output, row_gates)
+            gradients = _gradients(tensors, by_gated, output, row_gates)
             inputs = (query, key, value, row_gates)
-            gradients = (place(by_query, rows), *others)
             return [tf.cast(x, y.dtype) for x, y in zip(gradients, inputs, strict=True)]
 
-        return place(tf.cast(output * factors, query.dtype), rows), gradient
+        return tf.cast(output * factors, query.dtype), gradient
 
-    return gated(query, key, value, row_gates), None
+    return gated(query, key, value, row_gates)
+
+
+class _Lists(NamedTuple):
+    """Where the rows of each head, or slot, and batch entry are, in this order."""
+
+    positions: Any  # (R,): those of the tokens
+    starts: Any  # (lists + 1,)
+    batch: Any
+    length: Any  # T
+    of_group: int  # lists of a batch entry and key/value head
+
+
+def _starts(rows: Rows, by_slot: bool, batch: Any, length: Any, num_slots: int) -> Any:
+    if by_slot:
+        return length * tf.range(batch * num_slots + 1)
+    by_entry = tf.reshape(rows.taken, (batch, length, rows.taken.shape[-1]))
+    counts = tf.reduce_sum(tf.cast(by_entry, tf.int32), axis=1)
+    return tf.concat([[0], tf.cumsum(tf.reshape(tf.transpose(counts), (-1,)))], axis=0)
 
 
 class _Tensors(NamedTuple):
     """What tiles are cut from."""
 
-    rows: Rows
+    lists: _Lists
     query: Any  # (R, d)
     key: Any  # (B G, S, d)
     value: Any  # (B G, S, dv)
-    num_lists: int  # of a batch entry
     groups: int
     options: Options
 
@@ -91,9 +148,7 @@ class _Tile(NamedTuple):
     has_key: Any  # (n, 1), or None if all rows see a key
 
 
-def _tensors(
-    rows: Rows, num_lists: int, query: Any, key: Any, value: Any, options: Options
-) -> _Tensors:
+def _tensors(lists: _Lists, query: Any, key: Any, value: Any, options: Options) -> _Tensors:
     dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
 
     def by_group(x: Any) -> Any:
@@ -101,11 +156,8 @@ def _tensors(
         x = tf.transpose(tf.cast(x, dtype), (0, 2, 1, 3))
         return tf.reshape(x, (batch * groups, length, width))
 
-    query_rows = tf.cast(take(query, rows), dtype)
-    return _Tensors(
-        *(rows, query_rows, by_group(key), by_group(value)),
-        *(num_lists, key.shape[2], options),
-    )
+    tensors = (tf.cast(query, dtype), by_group(key), by_group(value))
+    return _Tensors(lists, *tensors, key.shape[2], options)
 
 
 def _weights(tile: _Tile, scale: float) -> Any:
@@ -180,20 +232,20 @@ def _for_tiles(
     """
     drive = _for_fixed_tiles if is_compiled_by_xla() else _for_fitting_tiles
     results, sums = drive(tensors, inputs, of_tile, widths, sum_widths)
-    batch, key_length = ops.shape(tensors.rows.taken)[0], ops.shape(tensors.key)[1]
-    by_group = (batch, tensors.groups, tensors.num_lists // tensors.groups)
+    key_length = ops.shape(tensors.key)[1]
+    by_group = (tensors.groups, tensors.lists.of_group, tensors.lists.batch)
     sums = [
-        tf.reduce_sum(tf.reshape(x, (*by_group, width, key_length)), axis=2)
+        tf.reduce_sum(tf.reshape(x, (*by_group, width, key_length)), axis=1)
         for x, width in zip(sums, sum_widths, strict=True)
     ]
-    return results, [tf.transpose(x, (0, 3, 1, 2)) for x in sums]
+    return results, [tf.transpose(x, (1, 3, 0, 2)) for x in sums]
 
 
 def _for_fitting_tiles(
     tensors: _Tensors, inputs: list[Any], of_tile: Any, widths: list[int], sum_widths: list[int]
 ) -> tuple[list[Any], list[Any]]:
     """`_for_tiles` where shapes may depend on values; the sums are `(lists, width, S)`."""
-    dtype, starts = tensors.query.dtype, tensors.rows.starts
+    dtype, starts = tensors.query.dtype, tensors.lists.starts
     num_lists, key_length = tf.shape(starts)[0] - 1, tf.shape(tensors.key)[1]
     offset, window = tensors.options.causal_offset, tensors.options.sliding_window
 
@@ -209,7 +261,7 @@ def _for_fitting_tiles(
 
         def of_part(part: Any) -> tuple[list[Any], list[Any]]:
             begin, end = start + part * count // number, start + (part + 1) * count // number
-            positions = tensors.rows.positions[begin:end]
+            positions = tensors.lists.positions[begin:end]
             # A list may be empty.
             ends = tf.concat([positions[:1], positions[-1:], [0, 0]], axis=0) + offset
             low, high = span_of_keys(
@@ -230,7 +282,7 @@ def _for_fitting_tiles(
             of_parts = [x.write(part, y) for x, y in zip(of_parts, of_rows, strict=True)]
             return part + 1, of_parts, [x + y for x, y in zip(list_sums, summands, strict=True)]
 
-        if tensors.rows.taken.shape[1] is not None and tensors.rows.taken.shape[1] <= _LONGEST_TILE:
+        if isinstance(tensors.lists.length, int) and tensors.lists.length <= _LONGEST_TILE:
             of_rows, list_sums = of_part(0)
         else:
             of_parts = arrays(number, [(None, width) for width in widths])
@@ -267,7 +319,7 @@ def _for_fixed_tiles(
     tensors: _Tensors, inputs: list[Any], of_tile: Any, widths: list[int], sum_widths: list[int]
 ) -> tuple[list[Any], list[Any]]:
     """`_for_tiles` where shapes are fixed; the sums are `(lists, width, S)`."""
-    dtype, starts = tensors.query.dtype, tensors.rows.starts
+    dtype, starts = tensors.query.dtype, tensors.lists.starts
     num_rows, num_lists = ops.shape(tensors.query)[0], ops.shape(starts)[0] - 1
     key_length = ops.shape(tensors.key)[1]
 
@@ -275,7 +327,7 @@ def _for_fixed_tiles(
         """Rows with zeros behind them, for a tile that reaches over the end."""
         return tf.pad(x, [[0, _XLA_TILE], *[[0, 0]] * (len(x.shape) - 1)])
 
-    all_query, all_positions = behind(tensors.query), behind(tensors.rows.positions)
+    all_query, all_positions = behind(tensors.query), behind(tensors.lists.positions)
     all_inputs = [behind(x) for x in inputs]
 
     def of_list(index: Any, results: Any, sums: Any) -> Any:
@@ -329,13 +381,15 @@ def _cut(x: Any, begin: Any) -> Any:
 
 def _of_list(tensors: _Tensors, index: Any) -> tuple[Any, Any, Any]:
     """Key `(S, d)`, value `(S, dv)` and mask `(T or 1, S)` or `None` of a list."""
-    group = index // (tensors.num_lists // tensors.groups)
+    batch = tensors.lists.batch
+    entry, group = index % batch, index // batch // tensors.lists.of_group
     mask = tensors.options.mask
     if mask is not None:
         # Axes of length 1 may be known as such only when the graph runs.
-        mask = mask[tf.minimum(index // tensors.num_lists, tf.shape(mask)[0] - 1), 0]
+        mask = mask[tf.minimum(entry, tf.shape(mask)[0] - 1), 0]
         mask = tf.broadcast_to(mask, (tf.shape(mask)[0], tf.shape(tensors.key)[1]))
-    return tensors.key[group], tensors.value[group], mask
+    of_list = entry * tensors.groups + group
+    return tensors.key[of_list], tensors.value[of_list], mask
 
 
 def _visible(options: Options, mask: Any, positions: Any, low: Any, high: Any) -> tuple[Any, Any]:
