@@ -36,7 +36,7 @@ from keras_moh.implementations.tensorflow_rows import (
 # Rows of a tile, at most; under XLA of every tile.
 _LONGEST_TILE, _XLA_TILE = 512, 128
 # Lists that may be worked on at once.
-_PARALLEL_LISTS = 4
+_PARALLEL_LISTS = 16
 # Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
 _MASKED = -1e30
 
