@@ -117,17 +117,18 @@ def _forward(
     results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
     (output, log_sums), _ = _for_tiles(static, tensors, rows, of_tile, results)
     output = output[: len(rows.places)]
-    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
-    gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
+    # In this order XLA does both in one pass.
+    gated = place(output, rows) * dense_gates(heads, gates, query.shape[2])[..., None]
     inputs = (query, key, value, heads, gates, mask, offset)
-    return gated, (inputs, rows, row_gates, output, log_sums)
+    return gated.astype(query.dtype), (inputs, rows, output, log_sums)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tuple[Any, ...]:
-    (query, key, value, heads, gates, mask, offset), rows, row_gates, output, log_sums = residuals
+    (query, key, value, heads, gates, mask, offset), rows, output, log_sums = residuals
     tensors = _tensors(rows, query, key, value, mask, offset)
     dtype = _accumulator(query)
+    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
     by_gated = take(by_gated, rows).astype(dtype)
     by_gates = jnp.sum(by_gated * output, axis=-1)
     by_output = _behind(by_gated * row_gates[:, None])
