@@ -26,8 +26,9 @@ from keras_moh.heads import dense_gates, fills_groups
 from keras_moh.implementations.rows import Rows, place, rows_by_slot, rows_of, span_of_keys, take
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
-# Rows of a tile, at most and at least: in between, so many that a list is a few of them.
-_LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST = 256, 32, 4
+# Rows of a tile, at most and at least: in between, so many that a list is a few of them, or a short
+# one (of a mean length up to the last number) a single one.
+_LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST, _SHORT_LIST = 256, 32, 4, 128
 # Number of spans of keys, of which a tile reads the shortest that suffices.
 _SPANS = 8
 
@@ -186,7 +187,8 @@ def _accumulator(x: Any) -> Any:
 
 def _tile_length(rows_of_a_list: float) -> int:
     """Rows of a tile, by the mean length of the lists."""
-    length = 2 ** math.ceil(math.log2(max(rows_of_a_list / _TILES_OF_A_LIST, 1)))
+    tiles = 1 if rows_of_a_list <= _SHORT_LIST else _TILES_OF_A_LIST
+    length = 2 ** math.ceil(math.log2(max(rows_of_a_list / tiles, 1)))
     return min(max(length, _SHORTEST_TILE), _LONGEST_TILE)
 
 
