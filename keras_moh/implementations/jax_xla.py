@@ -26,8 +26,9 @@ from keras_moh.heads import dense_gates, fills_groups
 from keras_moh.implementations.rows import Rows, place, rows_by_slot, rows_of, span_of_keys, take
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 
-# Rows of a tile, at most and at least: in between, so many that a list is a few of them.
-_LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST = 256, 32, 4
+# Rows of a tile, at most and at least: in between, so many that a list is a few of them, or a short
+# one (of a mean length up to the last number) a single one.
+_LONGEST_TILE, _SHORTEST_TILE, _TILES_OF_A_LIST, _SHORT_LIST = 256, 32, 4, 128
 # Number of spans of keys, of which a tile reads the shortest that suffices.
 _SPANS = 8
 
@@ -117,17 +118,18 @@ def _forward(
     results = (jnp.zeros((length, value.shape[-1]), dtype), jnp.zeros(length, dtype))
     (output, log_sums), _ = _for_tiles(static, tensors, rows, of_tile, results)
     output = output[: len(rows.places)]
-    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
-    gated = place((output * row_gates[:, None]).astype(query.dtype), rows)
+    # In this order XLA does both in one pass.
+    gated = place(output, rows) * dense_gates(heads, gates, query.shape[2])[..., None]
     inputs = (query, key, value, heads, gates, mask, offset)
-    return gated, (inputs, rows, row_gates, output, log_sums)
+    return gated.astype(query.dtype), (inputs, rows, output, log_sums)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: _Static, residuals: tuple[Any, ...], by_gated: Any) -> tuple[Any, ...]:
-    (query, key, value, heads, gates, mask, offset), rows, row_gates, output, log_sums = residuals
+    (query, key, value, heads, gates, mask, offset), rows, output, log_sums = residuals
     tensors = _tensors(rows, query, key, value, mask, offset)
     dtype = _accumulator(query)
+    row_gates = take(dense_gates(heads, gates, query.shape[2]), rows)
     by_gated = take(by_gated, rows).astype(dtype)
     by_gates = jnp.sum(by_gated * output, axis=-1)
     by_output = _behind(by_gated * row_gates[:, None])
@@ -185,7 +187,8 @@ def _accumulator(x: Any) -> Any:
 
 def _tile_length(rows_of_a_list: float) -> int:
     """Rows of a tile, by the mean length of the lists."""
-    length = 2 ** math.ceil(math.log2(max(rows_of_a_list / _TILES_OF_A_LIST, 1)))
+    tiles = 1 if rows_of_a_list <= _SHORT_LIST else _TILES_OF_A_LIST
+    length = 2 ** math.ceil(math.log2(max(rows_of_a_list / tiles, 1)))
     return min(max(length, _SHORTEST_TILE), _LONGEST_TILE)
 
 

@@ -6,8 +6,9 @@ taken. Where every token takes equally many query heads of each key/value head, 
 token fills serve as heads: a list for each of them, of all tokens, with nothing to sort. Kernels
 that pack the heads of a key/value head have one list for each of those, by position and head.
 
-Both directions between tokens and rows are gathers: scattering is slow where XLA compiles for a
-CPU.
+Both directions between tokens and rows are gathers: scattering vectors is slow where XLA compiles
+for a CPU. Single numbers are scattered, once, to say which places the rows have: sorting them would
+take two to five times as long.
 """
 
 from __future__ import annotations
@@ -46,14 +47,6 @@ def rows_of(heads: Any, num_heads: int, num_lists: int | None = None) -> Rows:
     batch, length, _ = ops.shape(heads)
     num_lists = num_heads if num_lists is None else num_lists
     shared = num_heads // num_lists
-    entry = ops.reshape(ops.arange(batch, dtype="int32"), (-1, 1, 1))
-    token = ops.reshape(ops.arange(length, dtype="int32"), (1, -1, 1))
-    of_list = entry * num_lists + heads // shared
-    keys = ops.sort(ops.reshape((of_list * length + token) * shared + heads % shared, (-1,)))
-    positions = keys // shared % length
-    of_list = keys // shared // length
-    head = of_list % num_lists * shared + keys % shared
-    places = (of_list // num_lists * length + positions) * num_heads + head
 
     taken = taken_heads(heads, num_heads)
     lists = ops.reshape(taken, (batch, length, num_lists, shared))
@@ -64,7 +57,12 @@ def rows_of(heads: Any, num_heads: int, num_lists: int | None = None) -> Rows:
     indices = ops.expand_dims(starts[:-1], -1) + ops.cumsum(lists, axis=-1) - 1
     indices = ops.reshape(ops.cast(indices, "int32"), (batch, num_lists, length, shared))
     indices = ops.reshape(ops.transpose(indices, (0, 2, 1, 3)), (batch, length, num_heads))
-    return Rows(places, positions, starts, taken, indices)
+
+    tokens = ops.reshape(ops.arange(batch * length, dtype="int32"), (batch, length, 1))
+    pairs = ops.reshape(tokens * num_heads + heads, (-1,))
+    of_pairs = ops.reshape(ops.take_along_axis(indices, heads, axis=-1), (-1, 1))
+    places = ops.scatter_update(ops.zeros_like(pairs), of_pairs, pairs)
+    return Rows(places, places // num_heads % length, starts, taken, indices)
 
 
 def rows_by_slot(heads: Any, num_heads: int) -> Rows:
