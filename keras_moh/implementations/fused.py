@@ -2,17 +2,28 @@
 
 It skips nothing, as the reference, but keeps no scores: where the framework's attention is a kernel
 of its own, as on PyTorch, that is faster, and nothing of size `T x S` is in memory.
+
+TensorFlow has no such kernel on any device: there attention is made of two matrix products for each
+key/value head, of all query vectors that share it. Keras's own repeats keys and values for every
+query head instead, and goes over the scores once more to scale them. Forward and training step of 8
+query heads on 4 key/value heads, `T = S = 1024`, took it 9.2 and 28 ms on two cores, and the
+products here 7.7 and 23; at 4096 forward 115 and 95.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_moh.heads import dense_gates
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
 from keras_moh.masks import merge, position_mask
+from keras_moh.softmax import softmax
+
+# Far below any score, yet finite, so that a row without a key has no gradients that are no number.
+_MASKED = -1e30
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
@@ -50,7 +61,8 @@ def attend_slots(query: Any, key: Any, value: Any, gates: Any, options: Options)
             options.sliding_window,
         )
         mask = merge(mask, positions)
-    output = _attention(query, key, value, mask, options.scale, is_causal)
+    attention = _products if keras.backend.backend() == "tensorflow" else _attention
+    output = attention(query, key, value, mask, options.scale, is_causal)
     if mask is not None:
         has_key = ops.any(ops.swapaxes(mask, 1, 2), axis=-1, keepdims=True)
         output = ops.where(has_key, output, ops.zeros_like(output))
@@ -68,6 +80,25 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, scale: float, is_cau
         query, key, _widened(value, key_dim), mask=mask, scale=scale, is_causal=is_causal
     )
     return output[..., :value_dim]
+
+
+def _products(query: Any, key: Any, value: Any, mask: Any, scale: float, is_causal: bool) -> Any:
+    """`_attention`, as products of each key/value head with all query vectors that share it."""
+    batch, length, heads, _ = ops.shape(query)
+    groups = key.shape[2]
+    if is_causal:
+        mask = position_mask(length, ops.shape(key)[1], is_causal=True)
+    rows = ops.transpose(query * scale, (0, 2, 1, 3))
+    rows = ops.reshape(rows, (batch, groups, heads // groups * length, query.shape[3]))
+    scores = ops.matmul(rows, ops.transpose(key, (0, 2, 3, 1)))
+    shape = ops.shape(scores)
+    scores = ops.reshape(ops.cast(scores, "float32"), (batch, heads, length, shape[-1]))
+    if mask is not None:
+        scores = ops.where(mask, scores, _MASKED)
+    weights = ops.reshape(ops.cast(softmax(scores), value.dtype), shape)
+    output = ops.matmul(weights, ops.transpose(value, (0, 2, 1, 3)))
+    output = ops.reshape(output, (batch, heads, length, value.shape[3]))
+    return ops.transpose(output, (0, 2, 1, 3))
 
 
 def _widened(x: Any, width: int) -> Any:
