@@ -1,7 +1,7 @@
 """Any backend: every head by the framework's fused attention, then multiplied by its gate.
 
-It skips nothing, as the reference, but keeps no scores: where the framework's attention is a kernel
-of its own, as on PyTorch, that is faster, and nothing of size `T x S` is in memory.
+It skips nothing, as the reference, but returns no scores: where the framework's attention is a
+kernel of its own, as on PyTorch, that is faster, and nothing of size `T x S` is in memory.
 
 TensorFlow has no such kernel on any device: there attention is made of two matrix products for each
 key/value head, of all query vectors that share it. Keras's own repeats keys and values for every
