@@ -52,6 +52,8 @@ def _figure(
     for axis, training in zip(panels, (False, True), strict=True):
         axis.set(title="training step" if training else "forward", xlabel=xlabel)
         axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set_yscale("log", base=2)  # twice as fast is as far above 1 as half is below
+        axis.yaxis.set_major_formatter("{x:g}")
         for result in results:
             records = [r for r in result["records"] if case_of(r).training == training]
             backend = result["backend"]
