@@ -83,8 +83,9 @@ def rows_of_projections(implementation: Any, spec: AttentionSpec) -> Any:
 
     A traced graph does not know how many rows a head has.
     """
+    rows = _loaded.get("rows")
     takes_rows = hasattr(implementation, "attend_rows") and not spec.is_traced
-    return _loaded.get("rows") if takes_rows and costs.skips_projections(spec) else None
+    return rows if rows and takes_rows and costs.skips_projections(spec) else None
 
 
 def _load(name: str, spec: AttentionSpec) -> tuple[Any, str | None]:
