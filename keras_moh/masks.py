@@ -9,6 +9,14 @@ from typing import Any
 
 from keras import ops
 
+# Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
+_MASKED = -1e30
+
+
+def hide(scores: Any, mask: Any) -> Any:
+    """The scores where the mask is `True`, and something far below them where it is not."""
+    return ops.where(mask, scores, _MASKED)
+
 
 def merge(*masks: Any) -> Any:
     """The conjunction of the masks that are not `None`; `None` if there is none."""

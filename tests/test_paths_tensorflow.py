@@ -99,11 +99,11 @@ def test_only_rows_are_projected(
     jit_compile: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In graphs of unknown shapes: of what XLA compiles, whose shapes are fixed, all heads are."""
-    num_rows: list[Any] = []
+    ranks: list[int] = []  # of the queries, which are `(R, d)` or `(B, T, H, d)`
     attend_rows, attend = tensorflow_xla.attend_rows, tensorflow_xla.attend
 
     def recorded(query: Any, *args: Any) -> Any:
-        num_rows.append(query.shape.rank)
+        ranks.append(query.shape.rank)
         return (attend_rows if query.shape.rank == 2 else attend)(query, *args)
 
     for name in ("attend_rows", "attend"):
@@ -130,7 +130,7 @@ def test_only_rows_are_projected(
 
     for x, y in zip(run(layer), run(reference), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-4)
-    assert num_rows == [4 if jit_compile else 2]
+    assert ranks == [4 if jit_compile else 2]
 
 
 def test_gradients_of_some_of_the_outputs() -> None:

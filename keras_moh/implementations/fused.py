@@ -19,11 +19,8 @@ from keras import ops
 
 from keras_moh.heads import dense_gates
 from keras_moh.implementations.spec import AttentionSpec, Options, needs_reference
-from keras_moh.masks import merge, position_mask
+from keras_moh.masks import hide, merge, position_mask
 from keras_moh.softmax import softmax
-
-# Far below any score, yet finite, so that a row without a key has no gradients that are no number.
-_MASKED = -1e30
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
@@ -94,7 +91,7 @@ def _products(query: Any, key: Any, value: Any, mask: Any, scale: float, is_caus
     shape = ops.shape(scores)
     scores = ops.reshape(ops.cast(scores, "float32"), (batch, heads, length, shape[-1]))
     if mask is not None:
-        scores = ops.where(mask, scores, _MASKED)
+        scores = hide(scores, mask)
     weights = ops.reshape(ops.cast(softmax(scores), value.dtype), shape)
     output = ops.matmul(weights, ops.transpose(value, (0, 2, 1, 3)))
     output = ops.reshape(output, (batch, heads, length, value.shape[3]))

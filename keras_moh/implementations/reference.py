@@ -16,11 +16,8 @@ from keras import ops
 
 from keras_moh.heads import dense_gates
 from keras_moh.implementations.spec import AttentionSpec, Options
-from keras_moh.masks import merge, position_mask
+from keras_moh.masks import hide, merge, position_mask
 from keras_moh.softmax import softmax
-
-# Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
-_MASKED = -1e30
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
@@ -79,5 +76,5 @@ def masked_softmax(scores: Any, mask: Any) -> Any:
         scores = ops.cast(scores, "float32")
     if mask is None:
         return softmax(scores)
-    probabilities = softmax(ops.where(mask, scores, ops.full_like(scores, _MASKED)))
+    probabilities = softmax(hide(scores, mask))
     return ops.where(mask, probabilities, ops.zeros_like(probabilities))

@@ -3,8 +3,8 @@
 The tokens that took head `h` in batch entry `b` are one list, by position. The lists follow one
 another by batch entry and head, without gaps: `B T K` rows in all, however unevenly the heads are
 taken. Where every token takes equally many query heads of each key/value head, the slots that a
-token fills serve as heads: a list for each of them, of all tokens, with nothing to sort. Kernels
-that pack the heads of a key/value head have one list for each of those, by position and head.
+token fills serve as heads: a list for each of them, of all tokens. Kernels that pack the heads of a
+key/value head have one list for each of those, by position and head.
 
 Both directions between tokens and rows are gathers: scattering vectors is slow where XLA compiles
 for a CPU. Single numbers are scattered, once, to say which places the rows have: sorting them would

@@ -32,13 +32,12 @@ from keras_moh.implementations.tensorflow_rows import (
     taken,
     with_gradient,
 )
+from keras_moh.masks import hide
 
 # Rows of a tile, at most; under XLA of every tile.
 _LONGEST_TILE, _XLA_TILE = 512, 128
 # Lists that may be worked on at once.
 _PARALLEL_LISTS = 16
-# Far below any score, yet finite: a row without a key keeps a finite softmax and finite gradients.
-_MASKED = -1e30
 
 
 def unsupported_reason(spec: AttentionSpec) -> str | None:
@@ -164,7 +163,7 @@ def _weights(tile: _Tile, scale: float) -> Any:
     """The softmax of a tile's scores: in a row that sees no key, anything finite."""
     scores = tf.matmul(scale * tile.query, tile.key, transpose_b=True)
     if tile.visible is not None:
-        scores = tf.where(tile.visible, scores, tf.constant(_MASKED, scores.dtype))
+        scores = hide(scores, tile.visible)
     return tf.nn.softmax(scores)
 
 
